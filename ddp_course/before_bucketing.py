@@ -1,13 +1,16 @@
 """Refuses what stage 5 cannot train: other ranks would wait for ever, or train another model."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from manyranks.torch_inside import tensors_in
+
 from .replicas import check_replicas
 from .stage3_paramserver import trainable
-from .torch_private import uncompiled
+from .torch_private import returned_by_grad, uncompiled
 
 
 def check_model(module: torch.nn.Module, group: Any) -> None:
@@ -36,11 +39,31 @@ def check_pass(wrapper: Any) -> None:
     )
     named = list(wrapper.module.named_parameters())
     others = [name for name, p in named if p.requires_grad != (p in wrapper.bucket_of)]
+    if not others:
+        others = ["some are gone"]
     refuse(
         {p for _, p in named if p.requires_grad} != wrapper.bucket_of.keys(),
-        f"parameters were frozen, unfrozen or replaced after wrapping: {', '.join(others)}. Write"
-        " values by copy_(…), load a state dict without assign=True, or wrap the model anew",
+        "parameters were frozen, unfrozen, replaced or removed after wrapping:"
+        f" {', '.join(others)}. Write values by copy_(…), load a state dict without assign=True, or"
+        " wrap the model anew",
     )
+
+
+@uncompiled
+def check_backward(accumulators: Sequence[Any], outputs: Any) -> Any:
+    """Refuse `torch.autograd.grad`, in backward, for a parameter; return the outputs."""
+
+    def check(gradient: torch.Tensor) -> None:
+        refuse(
+            returned_by_grad(accumulators),
+            "torch.autograd.grad returns this rank's gradients, which nobody averages: call"
+            " backward(), and read parameter.grad",
+        )
+
+    for tensor in tensors_in(outputs):
+        if tensor.grad_fn is not None:
+            tensor.register_hook(check)
+    return outputs
 
 
 def check_gradient(parameter: torch.Tensor, bucket: Any) -> None:

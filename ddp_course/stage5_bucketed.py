@@ -23,12 +23,12 @@ from torch.optim import SGD
 from manyranks.torch_inside import after_backward
 
 from . import wire
-from .before_bucketing import check_gradient, check_model, check_pass, refuse
+from .before_bucketing import check_backward, check_gradient, check_model, check_pass, refuse
 from .communication import communication_thread, keep_for_backward
 from .losses import cross_entropy
 from .stage3_paramserver import broadcast_parameters, trainable
 from .stage4_ring import ring_all_reduce
-from .torch_private import uncompiled
+from .torch_private import accumulators_of, uncompiled
 
 DEFAULT_CAP_MB = 25.0
 
@@ -103,6 +103,7 @@ class BucketedDDP(torch.nn.Module):
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.views}
         # The thread sends buckets in the order of their arrival.
         self.communication = communication_thread(process_group)
+        self.accumulators = accumulators_of(parameters)
         self.start_over()
         # The hooks stay with the parameters, and must not keep this alive.
         this = weakref.ref(self)
@@ -125,7 +126,8 @@ class BucketedDDP(torch.nn.Module):
         """
         check_pass(self)
         self.start_over()
-        return keep_for_backward(self, self.module(*args, **kwargs))
+        outputs = keep_for_backward(self, self.module(*args, **kwargs))
+        return check_backward(self.accumulators, outputs)
 
     @uncompiled
     def start_over(self):

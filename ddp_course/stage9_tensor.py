@@ -175,31 +175,40 @@ class SplitLinear(nn.Module):
     def forward(self, x):
         """Return this layer's outputs, computed from its slices as from any tensors.
 
-        Raises ValueError inside torch's DistributedDataParallel over the ranks of this layer.
+        Raises ValueError inside torch's DistributedDataParallel over the ranks of this layer, and
+        RuntimeError if it has other parameters than after the split.
         """
+        self.check_parameters()
         if wrapper := wrapper_around():
             check_replicas(dict(self.named_parameters()), wrapper.process_group)
         with as_plain_tensors():
             return self.outputs(x)
 
+    def check_parameters(self):
+        """Raise RuntimeError, with a name, if one was exchanged, added or removed."""
+        known = self.whole_layer[0]._parameters
+        for name in known | self._parameters:
+            if known.get(name) is not self._parameters.get(name):
+                raise RuntimeError(
+                    f"the {name} of a split layer was exchanged, added or removed, and nobody knows"
+                    " which slice of a whole tensor it is: write values into a slice by copy_(…),"
+                    " and change a model before it is split, or after restore()"
+                )
+
     def make_whole(self):
         """Return the layer that was split, whole again, with the present weights.
 
-        Raises RuntimeError if a slice was exchanged for another tensor.
+        Raises RuntimeError if it has other parameters than after the split.
         """
+        self.check_parameters()
         for name in self.split_along:
             parameter = getattr(self, name)
-            if isinstance(parameter, Slice):
+            if parameter is not None:
                 cut = parameter.cut
                 del parameter.cut
                 parameter.__class__ = nn.Parameter
                 parameter.data = cut.whole(parameter)
                 parameter.grad = None
-            elif parameter is not None:
-                raise RuntimeError(
-                    f"the {name} of a split layer was exchanged, and nobody knows which slice of"
-                    " the whole tensor the new one is: write values into a slice by copy_(…)"
-                )
         return self.whole_layer[0]
 
 

@@ -17,6 +17,7 @@ from warnings import catch_warnings, simplefilter
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import distributed_c10d
 
 from manyranks.this_torch import needing, part
@@ -42,6 +43,9 @@ default_store = part(
 # In this block functions treat subclasses as plain tensors.
 as_plain_tensors = part("torch._C:DisableTorchFunctionSubclass", "a message between ranks")
 SHARDED = "a sharded parameter"
+# Whether the running backward pass comes to a node of the graph. It raises RuntimeError for a leaf
+# whose gradient `torch.autograd.grad` returns.
+comes_to = part("torch._C:_will_engine_execute_node", "a wrapper's check of a backward pass")
 
 
 @needing("stage 9's layer")
@@ -59,6 +63,24 @@ def allow_foreach(kind: type) -> None:
     for_updates = part("torch.optim.optimizer:_foreach_supported_types", SHARDED)
     for_clipping.append(kind)
     for_updates.append(kind)
+
+
+def accumulators_of(parameters: Sequence[torch.Tensor]) -> list[Any]:
+    """Return the nodes at which gradients are accumulated; each lasts as long as it is kept."""
+    with as_plain_tensors():
+        return [get_gradient_edge(parameter).node for parameter in parameters]
+
+
+def returned_by_grad(accumulators: Sequence[Any]) -> bool:
+    """Whether `torch.autograd.grad` runs, and returns the gradient of one of these leaves.
+
+    Then no hook hears of it. In other backward passes the first leaf mostly gives the answer.
+    """
+    try:
+        any(map(comes_to, accumulators))
+    except RuntimeError:
+        return True
+    return False
 
 
 @needing("stage 6's broadcast of buffers")

@@ -157,6 +157,22 @@ def alone_in_network() -> bool:
     return [name for _, name in socket.if_nameindex()] == ["lo"]
 
 
+def loopback() -> str:
+    """Return the address at which this machine reaches itself: ::1 where there is IPv6 only."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", 0))
+        except OSError:
+            return "::1"
+    return "127.0.0.1"
+
+
+def listen_on(address: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens at an address; port 0 is any free one."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=1024)
+
+
 def users_connected() -> set[int]:
     """Return the numbers of other users who are connected to a socket of this process.
 

@@ -248,7 +248,7 @@ REFUSED = {
     "shared": "two wrappers average the same parameter",
     "nothing to train": "no trainable parameters",
     "another shape": "parameters of different shapes",
-    "unfrozen": "frozen, unfrozen or replaced after wrapping",
+    "unfrozen": "frozen, unfrozen, replaced or removed after wrapping",
     "copied": "copy its `module` and wrap that",
     "pickled": "copy its `module` and wrap that",
 }

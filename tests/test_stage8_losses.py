@@ -14,6 +14,7 @@ CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 0.5, 2.0], dtype=torch.float64)
 MASKED = torch.tensor([0, -100, 2, 3, 1, -100, -100, -100])
 FULL = torch.tensor([0, 1, 2, 3, 1, 1, 0, 2])
 PADDED = torch.tensor([0, 3, 2, 3, 1, 1, 1, 1])
+THIRD = torch.tensor([0, 3, 2, 3, 1, 1, 0, 2])
 
 
 def net():
@@ -55,6 +56,7 @@ CASES = {
     "masked, with weights": (cross_entropy, MASKED, 4, lambda t: (t != -100).sum(), True),
     "masked wholly, with weights": (cross_entropy, MASKED, 8, lambda t: (t != -100).sum(), True),
     "padded": (padded, PADDED, 4, len, False),
+    "a third padded, with weights": (padded, THIRD, 4, lambda t: (t != 1).sum(), True),
     "padded, with weights": (padded, PADDED, 4, lambda t: (t != 1).sum(), True),
     "class weights": (weighted, FULL, 4, len, False),
     "class weights, with weights": (weighted, FULL, 4, of_class, True),
@@ -123,6 +125,23 @@ def masked_later():
 
 def test_targets_that_are_left_out_later_are_seen():
     assert "weights=" in launch(masked_later, world_size=2)[1]
+
+
+def padded_later():
+    """The first two batches have no padding, which is a number like all others."""
+    stage = net()[:2] if dist.get_rank() == 0 else net()[2:]
+    pipeline = Pipeline(stage, 2, loss=padded)
+    for targets in (FULL * 0, FULL * 0, PADDED, PADDED):
+        try:
+            pipeline.step(batch(), targets)
+        except ValueError as error:
+            return pipeline.steps, str(error)
+    return "not seen"
+
+
+def test_padding_that_comes_later_is_seen():
+    steps, words = launch(padded_later, world_size=2)[1]
+    assert steps == 4 and "weights=" in words
 
 
 def regression():

@@ -260,6 +260,23 @@ def exchanged():
     stage9_tensor.restore(model)
 
 
+def trained_after(change):
+    """A layer is changed after the split: the next forward pass and `restore` refuse it."""
+    model = split()
+    change(model[2])
+    with pytest.raises(RuntimeError, match="exchanged, added or removed"):
+        stage9_tensor.restore(model)
+    model(data()[0])
+
+
+def without_bias(layer):
+    layer.bias = None
+
+
+def with_a_scale(layer):
+    layer.scale = nn.Parameter(torch.ones(6).double())
+
+
 def other_shapes():
     size = 6 + 2 * dist.get_rank()
     stage9_tensor.parallelize(nn.Sequential(nn.Linear(4, size), nn.ReLU(), nn.Linear(size, 4)))
@@ -325,6 +342,9 @@ REFUSED = {
         for optimizer, settings in WITH_STATE
     },
     "a weight exchanged": ("was exchanged", exchanged),
+    "a bias removed": ("the bias of a split layer", lambda: trained_after(without_bias)),
+    "a parameter added": ("the scale of a split layer", lambda: trained_after(with_a_scale)),
+    "converted": ("cannot be moved or converted", lambda: split().float()),
     "other shapes": ("all ranks must have the same model", other_shapes),
     "nothing to split": (
         "has no two linear layers",

@@ -223,10 +223,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
+        self.reducer.allows_grad = True
         try:
             yield
         finally:
             self.require_backward_grad_sync = before
+            self.reducer.allows_grad = not before
 
     def sync_model(self, src, with_buffers):
         """Overwrite parameters, and if wanted buffers, too, with those of rank `src`."""

@@ -25,15 +25,14 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import get_gradient_edge
 
 from manyranks.torch_inside import after_backward, backward_pass, tensors_in
 
 from .. import wire
-from ..torch_private import as_plain_tensors, uncompiled
+from ..torch_private import accumulators_of, returned_by_grad, uncompiled
 from .bucket_sums import GradBucket
 from .buckets import NO_LIMIT, Bucket, SparseBucket, bucket_assignment
-from .unused import UNUSED, bypassed, not_finished, ready_twice
+from .unused import RETURNED, UNUSED, bypassed, converted, not_finished, ready_twice
 
 
 class ForwardPass:
@@ -108,6 +107,7 @@ class Reducer:
         self.dtype = dtype
         self.divisor = dist.get_world_size(group)
         self.hooked = False
+        self.allows_grad = False  # In `no_sync` a program may ask for gradients of this rank alone.
         self.current = None  # the `Pass` that runs, from `begin` to `finish`
         self.awaited = None  # the newest `ForwardPass`, until its backward pass has ended
         self.number = None  # autograd's number of the backward pass that is running here
@@ -130,9 +130,7 @@ class Reducer:
             if reducer is not None:
                 reducer.gradient_ready(index)
 
-        # An accumulator and its hooks last only as long as somebody keeps the accumulator.
-        with as_plain_tensors():
-            self.accumulators = [get_gradient_edge(p).node for p in self.parameters]
+        self.accumulators = accumulators_of(self.parameters)
         for index, accumulator in enumerate(self.accumulators):
             accumulator.register_hook(partial(report, index))
 
@@ -207,7 +205,8 @@ class Reducer:
     def begin(self, forward, *_):
         """Begin a pass, since a backward pass has come to the outputs of `forward`.
 
-        This is a hook on outputs. Raises RuntimeError if another pass has begun and not ended.
+        This is a hook on outputs. Raises RuntimeError if another pass has begun and not ended, and
+        for gradients that `torch.autograd.grad` would return without an average.
         """
         number = backward_pass()
         if self.number != number:
@@ -217,6 +216,8 @@ class Reducer:
             self.local = True
         if forward.local:
             return
+        if not self.allows_grad and returned_by_grad(self.accumulators):
+            raise RuntimeError(RETURNED)
         self.local = False
         self.forward = forward
         if self.current and self.current.number == number:  # The loss has several forward passes.
@@ -232,7 +233,12 @@ class Reducer:
         self.current = Pass(self.buckets, self.forward, self.number)
 
     def leave(self, number, local, forward):
-        """Go on with the pass around one that has ended, if there is one; autograd calls this."""
+        """Go on with the pass around one that has ended, if there is one; autograd calls this.
+
+        Raises RuntimeError for parameters of whose gradients nobody hears any more.
+        """
+        if self.current and len(self.current.ready) < len(self.parameters):
+            self.check_accumulators()
         self.number = number
         self.local = local
         self.forward = forward
@@ -240,6 +246,19 @@ class Reducer:
         # The pass may have led to no parameter of this model.
         if self.current and not self.current.ready:
             self.current = None
+
+    def check_accumulators(self):
+        """Raise RuntimeError, with names, if parameters have other accumulators than at first.
+
+        A parameter gets another one with another dtype, or with memory by `Tensor.set_`.
+        """
+        names = []
+        known = zip(self.names, self.parameters, self.accumulators, strict=True)
+        for name, parameter, accumulator in known:
+            if parameter.requires_grad and accumulators_of([parameter]) != [accumulator]:
+                names.append(name)
+        if names:
+            raise RuntimeError(converted(names))
 
     @uncompiled
     def gradient_ready(self, index):

@@ -107,6 +107,25 @@ CHANGED = (
 )
 
 
+RETURNED = (
+    "torch.autograd.grad returns this rank's gradients, which nobody averages. Call backward(), and"
+    " read parameter.grad; for gradients of this rank alone, call torch.autograd.grad within"
+    " no_sync()"
+)
+
+
+def converted(names):
+    """The error when parameters have other memory, or another dtype, than when they were wrapped.
+
+    Nobody hears of their gradients.
+    """
+    return (
+        f"parameters were converted after wrapping: {', '.join(names)}. Nobody would average their"
+        " gradients, as after .float(), .to(…), parametrize, spectral norm or Tensor.set_: convert"
+        " a model before it is wrapped, or wrap it anew"
+    )
+
+
 def not_finished(missing, rank, reason):
     """Return the error of an iteration that begins while parameters lack gradients.
 

@@ -129,6 +129,7 @@ class FullyShardedDataParallel(torch.nn.Module):
         present = dict(self.module.named_parameters())
         known = {*self.shards, *self.shards.values()}
         others = [name for name, parameter in present.items() if parameter not in known]
+        others += self.names.values() - present.keys()
         if others or len(present) != len(self.shards):
             raise RuntimeError(
                 "layers or parameters were exchanged, added or removed after wrapping:"

@@ -65,12 +65,19 @@ STATE_OF_WHOLE = (
     " whole tensors: make the optimizer anew after the model is split"
 )
 
-UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
-SCALER = (
-    "GradScaler looks for infinite gradients on every rank for itself, so one rank could leave out"
-    " a step that the others take. Train sharded and split models without scaling the loss: in"
-    " bfloat16, whose range is float32's, or with stage 6, where all ranks have the same gradients"
-)
+# {what torch calls: what people have called}
+REFUSED = {
+    "_amp_foreach_non_finite_check_and_unscale_": (
+        "GradScaler looks for infinite gradients on every rank for itself, so one rank could leave"
+        " out a step that the others take. Train sharded and split models without scaling the loss:"
+        " in bfloat16, whose range is float32's, or with stage 6, where all ranks have the same"
+        " gradients"
+    ),
+    "_has_compatible_shallow_copy_type": (
+        "a sharded or split model cannot be moved or converted: do that before it is wrapped or"
+        " split, or after restore()"
+    ),
+}
 WHOLE_STATES = (
     "The whole state is returned by state_dict() and optimizer_state_dict(optimizer) of"
     " FullyShardedDataParallel, by state_dict() of ShardedOptimizer and Pipeline, and after"
@@ -133,8 +140,7 @@ class Part(torch.Tensor):
                 " it by copy_(…), and whole weights before the model is wrapped or split"
             )
         if not cls.allows(function, args):
-            words = SCALER if name == UNSCALE else f"{label(function)} {cls.refusal}"
-            raise RuntimeError(words)
+            raise RuntimeError(REFUSED.get(name, f"{label(function)} {cls.refusal}"))
         if name.startswith("_fused_"):
             parameters, _, state, *_ = args
             if state and [each.shape for each in state] != [each.shape for each in parameters]:

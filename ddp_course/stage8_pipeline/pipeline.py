@@ -74,6 +74,7 @@ class Pipeline:
         for stage in self.module:
             stage.register_state_dict_post_hook(mark_as_parts)
         self.most_kept = 0
+        self.steps = 0
         self.forms = {}  # {kind of batch: {cut: dtype and shape of a sample's activations}}
 
     def numbered(self, modules):
@@ -118,16 +119,18 @@ class Pipeline:
 
     def run(self, inputs, targets):
         """Carry out the instructions of this rank, one after the other."""
-        self.weight = self.weights(targets)
+        self.weight = float(self.weights(targets))  # Quotients of counts would be float32.
         self.inputs = inputs.tensor_split(self.microbatches)
         self.targets = targets.tensor_split(self.microbatches)
         self.device = inputs.device
         self.batch_loss = 0
         self.kept = {}  # {(micro-batch, stage): what its next backward pass needs}
-        # In the first step, and where targets are left out, the loss is compared with that of the
-        # whole batch.
+        # In steps 1, 2, 4, 8, …, and where targets are left out, the loss is compared with the
+        # whole's: padding that is an ordinary number may come in later batches only.
         left_out = not targets.is_floating_point() and bool((targets < 0).any())
-        self.compares = left_out or (inputs.dtype, inputs.shape[1:]) not in self.forms
+        self.steps += 1
+        is_power_of_two = self.steps.bit_count() == 1
+        self.compares = is_power_of_two or left_out
         self.outputs = {}
         forms = self.forms.setdefault((inputs.dtype, inputs.shape[1:]), {})
         self.transfers = Transfers(self.schedule, self.homes, self.group, self.inputs, forms)
@@ -167,7 +170,7 @@ class Pipeline:
         targets = self.targets[microbatch]
         if self.compares and isinstance(outputs, torch.Tensor):
             self.outputs[microbatch] = outputs.detach()
-        share = self.weights(targets) / self.weight
+        share = float(self.weights(targets)) / self.weight
         # If all targets are left out, their mean is not a number.
         if not share:
             return outputs.sum() * 0.0

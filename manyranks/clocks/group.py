@@ -326,6 +326,8 @@ FORMS = {
     "all_to_all_single": Form("all_to_all", direct_steps, sized_by=1, shared=True),
 }
 
+ROOTS = {"broadcast": "from", "reduce": "to", "gather": "to", "scatter": "from"}
+
 
 def nbytes_of(tensors: Any) -> int:
     """Return the bytes of all tensors in nested lists."""
@@ -396,20 +398,27 @@ class Group(torch_inside.InPlaceOfGloo):
         with torch_inside.unseen_by_modes():
             return begin(*arguments)
 
-    def timed(self, name: str, work: Any, nbytes: float, steps: int) -> Work:
+    def timed(self, name: str, work: Any, nbytes: float, steps: int, root: str = "") -> Work:
         """Join a collective of so many `steps`, each as long as a message of `nbytes`.
 
-        Gloo's `work` on it has begun.
+        Gloo's `work` on it has begun. Members that name unlike roots never meet.
         """
         table = process.table
         duration = steps * table.step_takes(nbytes, self.members)
 
         def join() -> Work:
             call = recording.note_call(name, tuple(self.members), steps * nbytes, duration)
-            ticket = events.join(self.number, self.members, duration, nbytes > 0, name)
+            ticket = events.join(self.number, self.members, duration, nbytes > 0, name + root)
             return Work(work, ticket, call)
 
         return streams.at_its_start(join)
+
+    def root_in(self, name: str, arguments: tuple) -> str:
+        """Return in words which rank a collective goes to, or comes from; "" if no single one."""
+        if name not in ROOTS:
+            return ""
+        root = self.members[arguments[-1].rootRank]
+        return f" {ROOTS[name]} rank {root}"
 
     def message(self, sending: bool, work: Any, tensors: list, peer: int, tag: int) -> Work:
         """Post a send or a receive, which gloo's `work` has begun."""
@@ -479,7 +488,8 @@ def add_collective(torch_name: str, gloo_name: str, form: Form) -> None:
         nbytes: float = nbytes_of(arguments[form.sized_by])
         if form.shared:
             nbytes /= self.size()
-        return self.timed(form.name, work, nbytes, form.steps(self.size()))
+        root = self.root_in(form.name, arguments)
+        return self.timed(form.name, work, nbytes, form.steps(self.size()), root)
 
     collective.__name__ = torch_name
     setattr(Group, torch_name, collective)

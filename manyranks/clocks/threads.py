@@ -229,6 +229,16 @@ def is_alive(thread: threading.Thread) -> bool:
     return not ask(not thread.ending.locked())
 
 
+def run_timer(timer: threading.Timer) -> None:
+    """Call a timer's function at its time.
+
+    Python's own asks once more before, and a question takes 10 microseconds.
+    """
+    if not timer.finished.wait(timer.interval):
+        timer.function(*timer.args, **timer.kwargs)
+    timer.finished.set()
+
+
 def is_set(event: threading.Event) -> bool:
     """Return whether an event is set by now."""
     clock.take_turn()
@@ -337,6 +347,7 @@ def patch() -> None:
     threading.Thread.join = join
     threading.Thread.is_alive = is_alive
     threading.Event.is_set = is_set
+    threading.Timer.run = run_timer
     concurrent.futures.Future.done = done
     queue.SimpleQueue = _queue.SimpleQueue = SimpleQueue
     threading._time = queue.time = time.monotonic = time.perf_counter = clock.now

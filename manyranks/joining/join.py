@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ..devices.placement import backend_for, gpu_identity, placement, settle_on
 from ..errors import LaunchError
+from ..linux import listen_on, loopback
 from ..torch_inside import serve_store_on
 from .parent import end_with_torchrun
 
@@ -19,14 +20,12 @@ from .parent import end_with_torchrun
 FIRST_PORT = 20_000
 PORTS = 10_000
 CONNECT_SECONDS = 5.0  # The port of a store that does not answer for so long may be outdated.
-LOOPBACK = "127.0.0.1"
 # A job of one rank has this environment, and opens its store at any free port.
 ALONE = {
     "RANK": "0",
     "WORLD_SIZE": "1",
     "LOCAL_RANK": "0",
     "LOCAL_WORLD_SIZE": "1",
-    "MASTER_ADDR": LOOPBACK,
     "MASTER_PORT": "0",
 }
 
@@ -43,7 +42,8 @@ def join(device: str = "auto", timeout: float = 1800.0) -> tuple:
         end_with_torchrun()
         # Without RANK it was not torchrun that started this process.
         if "RANK" not in os.environ:
-            os.environ.update(from_slurm(os.environ) or ALONE)
+            alone = {**ALONE, "MASTER_ADDR": loopback()}
+            os.environ.update(from_slurm(os.environ) or alone)
         rank = int(os.environ["RANK"])
         world_size = int(os.environ["WORLD_SIZE"])
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -108,12 +108,12 @@ def fresh_store(rank: int, patience: timedelta, one_machine: bool) -> dist.Store
     Any process that reaches a store can write into it, so on one machine the store listens on the
     loopback only.
     """
-    host = LOOPBACK if one_machine else os.environ["MASTER_ADDR"]
+    host = loopback() if one_machine else os.environ["MASTER_ADDR"]
     job_port = int(os.environ["MASTER_PORT"])
 
     def open_store(port):
         if one_machine:
-            return serve_store_on(socket.create_server((host, port), backlog=1024), patience)
+            return serve_store_on(listen_on(host, port), patience)
         return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=patience)
 
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

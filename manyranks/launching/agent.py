@@ -20,7 +20,6 @@ from .. import linux
 from ..errors import LaunchError
 from .environment import preloading_environment, server_command, surroundings
 from .protocol import (
-    LOOPBACK,
     AgentStarted,
     LaunchFiles,
     Meeting,
@@ -106,11 +105,11 @@ def prepare_store(setting: Setting, has_own_network: bool, table: Any) -> Meetin
     The socket on which rank 0 serves their store is bound here, so that two launches never clash.
     Where other users could reach a socket there is none, and the store is a file in memory.
     """
-    address = LOOPBACK if setting.link is None else setting.link.network.master_address
+    address = linux.loopback() if setting.link is None else setting.link.network.master_address
     if has_own_network or setting.network == "open" or sys.platform != "linux":
-        listener = socket.create_server((address, 0), backlog=1024)  # on any free port
+        listener = linux.listen_on(address)
         listener.set_inheritable(True)
-        _, port = listener.getsockname()
+        port = listener.getsockname()[1]
         return Meeting(os.getpid(), table, address, port, listener.detach())
     store_file = os.memfd_create("store")
     os.set_inheritable(store_file, True)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol
 
-LOOPBACK = "127.0.0.1"
 # This says how many steps a progress bar expects, or True; a pair begins with the bar's name.
 Progress = bool | int | tuple[str, int]
 

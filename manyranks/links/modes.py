@@ -11,10 +11,10 @@ Each mode also has a `title` for messages; MODES has the name by which a Link ch
 
 import math
 
+from .. import linux
 from ..clocks import Table
 from ..errors import EmulationError
 from ..hosts import virtual_hosts
-from ..launching.protocol import LOOPBACK
 from ..launching.setting import start_method
 
 USE_VIRTUAL = 'use mode="virtual"'
@@ -56,12 +56,12 @@ class VirtualTime:
     """A message is booked on a model of its hosts' links, and nobody waits for it in real time."""
 
     title = "virtual time"
-    master_address = LOOPBACK
 
     def __init__(
         self, hosts: list[int], bits_per_second: float, latency: float, inside: float = math.inf
     ):
         self.table = Table(hosts, bits_per_second, latency, inside_bits_per_second=inside)
+        self.master_address = linux.loopback()
 
     def enter(self, rank: int) -> None:
         """Leave this rank where it is, as virtual time needs no place of its own."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 
 from ddp_course import launch
 from ddp_course.stage5_bucketed import BucketedDDP
@@ -124,6 +124,26 @@ def other_data(model, _):
         parameter.data = parameter.data + 0.1
 
 
+def converted(model, _):
+    """A parameter is converted and converted back: nothing but its accumulator is another one."""
+    model[2].float().double()
+
+
+def other_memory(model, _):
+    with torch.no_grad():
+        model[2].weight.set_(model[2].weight + 0.1)
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight):
+        return weight.triu() + weight.triu(1).T
+
+
+def parametrized(model, _):
+    """The parameter stays, with another name, and other memory."""
+    parametrize.register_parametrization(model[2], "weight", Symmetric())
+
+
 def all_frozen_and_unfrozen(model, wrapper):
     wanted = [parameter.requires_grad for parameter in model.parameters()]
     model.requires_grad_(False)
@@ -148,6 +168,9 @@ CHANGES = {
     unfrozen: "4.bias",
     frozen: "2.weight",
     swapped: "weakref",
+    converted: "2.weight, 2.bias",
+    other_memory: "2.weight",
+    parametrized: "2.weight",
     called_by_hand: "weight",
     part_called_by_hand: "weight",
     emptied: None,
@@ -162,6 +185,9 @@ FOLLOWED = {
     ("6 unused", "layer_less"),
     ("5", "called_by_hand"),
     ("5", "part_called_by_hand"),
+    ("5", "converted"),
+    ("5", "other_memory"),
+    ("5", "parametrized"),
 }
 WRAPPERS = {
     "6": DistributedDataParallel,

@@ -150,6 +150,25 @@ def slope_of_inputs(model, x, y):
     loss_of(model(y)).backward()
 
 
+def own_gradients(model, x, y):
+    """They are written into .grad, as a program does that clips each sample's."""
+    parameters = list(model.parameters())
+    for parameter, gradient in zip(parameters, grad(loss_of(model(x)), parameters), strict=True):
+        parameter.grad = gradient
+
+
+def curvature(model, x, y):
+    slopes = grad(loss_of(model(x)), list(model.parameters()), create_graph=True)
+    sum(map(loss_of, slopes)).backward()
+
+
+def own_gradients_allowed(model, x, y):
+    a = loss_of(model(x))
+    with model.no_sync():
+        grad(a, list(model.parameters()), retain_graph=True)
+    a.backward()
+
+
 def turns(model, x, y):
     """A discriminator's turn with two passes, and a generator's in which it is frozen."""
     noise = (2 * y).requires_grad_()
@@ -229,6 +248,9 @@ PROGRAMS = [
     penalty_alone,
     penalty_afterwards,
     slope_of_inputs,
+    own_gradients,
+    curvature,
+    own_gradients_allowed,
     turns,
     turns_without_freezing,
     recomputed,
@@ -238,7 +260,7 @@ PROGRAMS = [
     local_within,
     only_a_head,
 ]
-NEEDS_NO_SYNC = {local_first, local_together, local_within}
+NEEDS_NO_SYNC = {own_gradients_allowed, local_first, local_together, local_within}
 # These may be refused by stage 6, in any of its kinds.
 MAY_BE_REFUSED = {
     heads_one_after_the_other,
@@ -247,6 +269,8 @@ MAY_BE_REFUSED = {
     only_a_head,
     backward_in_a_hook,
     part_by_part,
+    own_gradients,
+    curvature,
 }
 WRAPPERS = {
     "6": DistributedDataParallel,

@@ -103,6 +103,10 @@ def one_skips_the_barrier():
         dist.barrier()
 
 
+def unlike_roots():
+    dist.broadcast(torch.zeros(4), dist.get_rank())
+
+
 KINDS = {  # {program: (number of ranks, what its message says)}
     both_receive_first: (2, "rank 0 waits to receive from rank 1 .*rank 1 waits to receive from"),
     both_send_large_messages_first: (2, "rank 0 waits to send to rank 1 .*rank 1 waits to send to"),
@@ -114,6 +118,10 @@ KINDS = {  # {program: (number of ranks, what its message says)}
     one_collective_more: (2, "rank 1 waits .*all_reduce.*rank 0 has returned"),
     the_wrong_peer: (3, "rank 0 waits to send to rank 1 .*rank 2 waits to receive from rank 1"),
     a_future_that_nobody_sets: (2, "rank 0 waits for another thread .*rank 1 waits .*barrier"),
+    unlike_roots: (
+        2,
+        "rank 0 waits .*broadcast from rank 0 .*rank 1 waits .*broadcast from rank 1",
+    ),
     a_lock_that_a_waiter_holds: (2, "rank 0 waits for another thread .*rank 1 waits for another"),
     a_schedule_that_cannot_run: (
         2,

@@ -555,7 +555,6 @@ def a_process_is_joined_with_a_limit():
 
 
 def a_selector_and_a_timer():
-    """The timer asks whether it is cancelled, which costs 10 microseconds."""
     began = clocks.moment()
     reading, writing = os.pipe()
     selector = selectors.DefaultSelector()
@@ -565,7 +564,24 @@ def a_selector_and_a_timer():
     ready = selector.select(5)
     took = clocks.moment() - began
     timer.join()
-    return expect((len(ready), took), (1, 10**12 + 10**7))
+    return expect((len(ready), took), (1, 10**12))
+
+
+def timers_call_at_their_moment():
+    """A third one is cancelled."""
+    began = clocks.moment()
+    called = []
+    timers = [
+        threading.Timer(seconds, lambda: called.append(clocks.moment() - began))
+        for seconds in (2, 1, 3)
+    ]
+    for timer in timers:
+        timer.start()
+    time.sleep(2.5)
+    timers[2].cancel()
+    for timer in timers:
+        timer.join()
+    return expect(called, [10**12, 2 * 10**12])
 
 
 def pools_of_processes_are_refused():
@@ -589,6 +605,7 @@ WHOLE = (
     a_child_process_is_given_up,
     a_process_is_joined_with_a_limit,
     a_selector_and_a_timer,
+    timers_call_at_their_moment,
     pools_of_processes_are_refused,
     a_sparse_sum,
 )
@@ -596,6 +613,25 @@ WHOLE = (
 
 def test_whole_programs():
     all_right(WHOLE)
+
+
+def sum_of_ones():
+    time.sleep(3)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+def a_launch_within_a_rank():
+    """It has clocks of its own, and takes no time of this rank's."""
+    began = clocks.moment()
+    sums = launch(sum_of_ones, world_size=2, link=LINK, timeout=60)
+    return expect((sums, clocks.moment() - began), ([2, 2], 0))
+
+
+@pytest.mark.slow
+def test_a_launch_within_a_rank():
+    all_right([a_launch_within_a_rank], world_size=1)
 
 
 def beat():

@@ -120,3 +120,39 @@ def test_another_user_of_the_machine_does_not_get_in(tmp_path, way, reached, out
     printed, _, found = ended.stdout.rpartition("found: ")
     assert (int(found) > 0) == reached, ended.stdout + ended.stderr
     assert outcome in printed
+
+
+# Where the own network is the machine's, a machine that has IPv6 only is one without 127.0.0.1.
+IPV6_ONLY = """
+import os
+from pyroute2 import IPRoute
+from manyranks import join, launch, linux
+
+linux.enter_own_network()
+with IPRoute() as routes:
+    (loopback,) = routes.link_lookup(ifname="lo")
+    routes.addr("del", index=loopback, address="127.0.0.1", mask=8)
+
+def total():
+    import torch
+    ones = torch.ones(1)
+    torch.distributed.all_reduce(ones)
+    return ones.item()
+
+if __name__ == "__main__":
+    print(launch(total, world_size=2, device="cpu"), join(device="cpu"))
+"""
+
+
+@needs_namespaces
+def test_a_machine_with_ipv6_only_launches_in_its_open_network(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(IPV6_ONLY)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "MANYRANKS_NETWORK": "open"},
+    )
+    assert done.stdout == "[2.0, 2.0] (0, 1)\n", done.stderr
