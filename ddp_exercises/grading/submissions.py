@@ -225,7 +225,10 @@ def copy_neighbours(place: Any, folder: Path) -> None:
 
 
 def read_submission(item: Item, owner: Owner) -> Submission:
-    """Return a notebook as a submission, whose `fault` says what is wrong with it, if anything."""
+    """Return a notebook as a submission.
+
+    Its `fault` says what is wrong with the notebook, if anything; nothing is raised.
+    """
     work = Submission(**vars(owner), parts=item.parts, place=item.place)
     try:
         if not work.name:

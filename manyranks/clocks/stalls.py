@@ -108,8 +108,8 @@ def who_waits(
 def line_of(frame: Any) -> Line:
     """Return the innermost line, at or around a frame, that is the program's own.
 
-    Lines of the program's scripts are. Lines of packages in `own_code`, of installed packages and of
-    Python are not. If all are of these, the innermost that is not Python's will do, or else any.
+    Lines of the program's scripts are. Lines of packages in `own_code`, of installed packages and
+    of Python are not. If all are of these, the innermost that is not Python's will do, or any.
     """
     # Each message asks for this: `traceback.extract_stack` would read the text of all lines.
     stack = list(traceback.walk_stack(frame))

@@ -71,13 +71,13 @@ class Folded(Group):
         """Return what moves the data: there is nobody to move it to."""
         return Copies()
 
-    def timed(self, name: str, work: Any, nbytes: float, steps: int) -> Work:
+    def timed(self, name: str, work: Any, nbytes: float, steps: int, root: str = "") -> Work:
         """Join a collective of all ranks, which begins when the two have come that are run."""
         duration = steps * self.table.step_takes(nbytes, self.members)
 
         def join() -> Work:
             call = recording.note_call(name, tuple(self.members), steps * nbytes, duration)
-            ticket = events.join(self.number, [0, 1], duration, nbytes > 0, name)
+            ticket = events.join(self.number, [0, 1], duration, nbytes > 0, name + root)
             return Work(work, ticket, call)
 
         return streams.at_its_start(join)
