@@ -54,7 +54,7 @@ class Bar:
                 self.bar.refresh()
 
     def seconds(self) -> Any:
-        """Return a bar without a length that says how long the launch has taken, and ends with it."""
+        """Return a bar without a length that says how long the launch takes, and ends with it."""
         from tqdm.auto import tqdm
 
         seconds = tqdm(bar_format="the launch runs: {elapsed}", leave=False)
