@@ -56,7 +56,7 @@ class Drawing:
             self.text(LEFT / 2, TOP + STEP * row + TALL / 2, lines, size=13, bold=True)
 
     def text(self, x, y, lines, size=12.0, bold=False):
-        """Lines of text around (x, y); the first one is bold if `bold`."""
+        """Write lines of text around (x, y); the first one is bold if `bold`."""
         height = 1.25 * size
         baseline = y + 0.35 * size - height * (len(lines) - 1) / 2
         for number, line in enumerate(lines):
@@ -67,7 +67,7 @@ class Drawing:
             )
 
     def box(self, x, y, width, height, fill, new=False):
-        """A box; with a thick outline if it is new."""
+        """Draw a box; with a thick outline if it is new."""
         colour = NEW if new else LINE
         thickness = 3 if new else 1
         self.parts.append(
@@ -76,7 +76,7 @@ class Drawing:
         )
 
     def arrow(self, x1, y1, x2, y2):
-        """A straight arrow."""
+        """Draw a straight arrow."""
         self.parts.append(
             f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{LINE}"'
             ' stroke-width="1.6" marker-end="url(#head)"/>'
@@ -95,7 +95,7 @@ class Drawing:
         self.x += width + self.gap
 
     def rows(self, width, lines, fill, new=False, only=RANKS):
-        """The same box in each row, or in those of `only`; `{n}` in its lines is the row."""
+        """Draw the same box in each row, or in those of `only`; `{n}` in its lines is the row."""
         self.begin_column(only)
         for row in only:
             y = TOP + STEP * row
@@ -105,7 +105,9 @@ class Drawing:
         self.end_column(width, only)
 
     def all_ranks(self, width, lines, arrows, size=12.0):
-        """A new box over all rows, and in it who sends to whom: `arrows` are pairs of devices."""
+        """Draw a new box over all rows, and in it who sends to whom: `arrows` are pairs of
+        devices.
+        """
         self.begin_column(RANKS)
         self.box(self.x, TOP, width, BELOW - TOP, TOGETHER, new=True)
         middle = self.x + width / 2
@@ -160,14 +162,16 @@ class Drawing:
             self.ends[row] = begin + pieces[-1].end
 
     def link_rows(self, x):
-        """A dashed line through all rows: what lies there is one and the same message exchange."""
+        """Draw a dashed line through all rows: what lies there is one and the same message
+        exchange.
+        """
         self.parts.append(
             f'<path d="M{x:g} {TOP + TALL}V{BELOW}" stroke="#6a51a3" stroke-width="1.6"'
             ' stroke-dasharray="3 3"/>'
         )
 
     def svg(self, title, description, number, changed):
-        """The whole picture, with what is new below it."""
+        """Return the whole picture, with what is new below it."""
         y = BELOW + 46
         self.box(LEFT, y - 13, 26, 18, "#ffffff", new=True)
         body = "\n".join(self.parts)
@@ -212,18 +216,18 @@ def data_parallel():
 
 
 def begin_of_a_rank(drawing, new=False):
-    """What the rows of stages 3 to 5 begin with."""
+    """Draw what the rows of stages 3 to 5 begin with."""
     drawing.rows(116, ["shard {n}", "1/3 of the batch"], DATA, new)
     drawing.rows(98, ["forward", "same weights"], FORWARD)
 
 
 def update_of_a_rank(drawing, new=False):
-    """What the rows of stages 3 to 6 end with."""
+    """Draw what the rows of stages 3 to 6 end with."""
     drawing.rows(128, ["update", "weights stay equal"], UPDATE, new)
 
 
 def one_after_the_other(drawing):
-    """The backward pass of stages 3 and 4, which is over before anything is sent."""
+    """Draw the backward pass of stages 3 and 4, which is over before anything is sent."""
     drawing.rows(196, ["backward", "layer 3 → layer 2 → layer 1"], BACKWARD)
 
 

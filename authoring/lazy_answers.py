@@ -46,7 +46,7 @@ def lazy_answers():
 
 
 def page():
-    """The text of docs/LAZY_ANSWERS.md."""
+    """Return the text of docs/LAZY_ANSWERS.md."""
     title_of = titles()
     rows = []
     for task, answer in lazy_answers():

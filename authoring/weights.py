@@ -59,7 +59,7 @@ def rooms(root=ROOT):
 
 
 def weight_of(name, totals):
-    """The nodes of a package without those of its parts that have a limit of their own."""
+    """Return the nodes of a package without those of its parts that have a limit of their own."""
     parts = [part for part in PACKAGES if part.startswith(f"{name}/")]
     return sum(
         nodes

@@ -63,7 +63,7 @@ def on_cpu(function: Callable, *args: Any, world_size: int, **settings: Any) -> 
 
 
 def step_times(args: argparse.Namespace) -> Part:
-    """Seconds of a step with each wrapper for each network, model and K.
+    """Return the seconds of a step with each wrapper for each network, model and K.
 
     Where a model happens to lie in memory shifts its times by some percent. So the wrappers are
     made in several orders, each in a launch of its own; a row has the geometric means of the
@@ -92,7 +92,7 @@ def means(launches: list[dict[str, float]]) -> dict[str, float]:
 
 
 def ratios(row: Row) -> Row:
-    """A row of step times as it is printed."""
+    """Return a row of step times as it is printed."""
     printed: Row = {name: row[name] for name in ("network", "model", "world_size") if name in row}
     printed["torch, ms"] = 1e3 * row["torch"]
     for name in row:
@@ -125,7 +125,7 @@ def virtual_hosts(bandwidth: str, world_size: int) -> Link | None:
 
 
 def promised_steps(rows: list[Row]) -> list[Promise]:
-    """What is promised of the ratios to torch's step time, over all rows."""
+    """Return what is promised of the ratios to torch's step time, over all rows."""
     with_gloo = [row["ours"] / row["torch"] for row in rows]
     with_ring = [row["ours, ring"] / row["torch"] for row in rows]
     promises = promises_of_ratios("step time, times torch's", with_gloo, GEOMETRIC_MEAN, EACH)
@@ -134,8 +134,8 @@ def promised_steps(rows: list[Row]) -> list[Promise]:
 
 
 def views_into_buckets(args: argparse.Namespace) -> Part:
-    """Seconds of a step with `gradient_as_bucket_view=True`, in both orders of making the wrappers,
-    a row for each.
+    """Return the seconds of a step with `gradient_as_bucket_view=True`, in both orders of making
+    the wrappers, a row for each.
 
     As in `step_times`, a row has the geometric means of several launches' medians.
     """
@@ -170,7 +170,7 @@ def wrappers_in_turn(
 
 
 def training_step(wrapper: Callable, model: str) -> Callable[[], float]:
-    """A function that trains one step on this rank's fixed batch and returns its seconds."""
+    """Return a function that trains one step on this rank's fixed batch and returns its seconds."""
     make_model, inputs, targets = model_and_batch(*MODELS[model])
     parallel = wrapper(make_model())
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
@@ -270,7 +270,7 @@ def peak_bytes(kind: str, as_view: bool) -> dict[str, int]:
 
 
 def peak_resident() -> int:
-    """The most bytes of this process that were in memory at once, so far."""
+    """Return the most bytes of this process that were in memory at once, so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux says KiB.
 
 

@@ -73,13 +73,15 @@ def clock(args: argparse.Namespace) -> Part:
 
 
 def device_for(job: Job, world_size: int, seconds: float) -> Device:
-    """A device that computes a rank's step of a job in so many seconds."""
+    """Return a device that computes a rank's step of a job in so many seconds."""
     flops = job.work(Device("1GFLOP/s"), world_size).flops  # They do not depend on the device.
     return Device(f"{flops / seconds}FLOP/s")
 
 
 def median_step(ranks: list[list[float]]) -> float:
-    """The median seconds of a step, of which the slowest rank's count, from those of each rank."""
+    """Return the median seconds of a step, of which the slowest rank's count, from those of each
+    rank.
+    """
     return statistics.median(max(step) for step in zip(*ranks, strict=True))
 
 
@@ -96,7 +98,7 @@ def operation_us() -> float:
 
 
 def steps(args: argparse.Namespace) -> Part:
-    """The stages of the comparison, measured and ideal."""
+    """Return the stages of the comparison, measured and ideal."""
     rows = []
     promises = []
     for world_size, allowed in OFF_IDEAL.items():
@@ -143,8 +145,8 @@ def against_simulator(args: argparse.Namespace) -> Part:
 
 
 def both(setting: dict[str, Any], mode: str) -> dict[str, float]:
-    """Milliseconds of a step in one setting, emulated and simulated, and by how much the first is
-    longer.
+    """Return the milliseconds of a step in one setting, emulated and simulated, and by how much the
+    first is longer.
     """
     job = job_of(setting)
     world_size = setting["K"]
@@ -163,7 +165,7 @@ def both(setting: dict[str, Any], mode: str) -> dict[str, float]:
 
 
 def job_of(setting: dict[str, Any]) -> Job:
-    """The digits, in batches that any number of ranks can share."""
+    """Return the digits, in batches that any number of ranks can share."""
     return make_job(
         "digits", setting["K"], STEPS, 48 * setting["K"], bucket_cap_mb=setting["cap_mb"]
     )
@@ -179,7 +181,7 @@ def train(job: Job, stage: str) -> list[float]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark."""
+    """Add the options of this benchmark."""
     parser.add_argument(
         "--settings", type=int, default=SETTINGS, help="random settings (default %(default)s)"
     )

@@ -92,13 +92,13 @@ CYCLES = 2_000_000  # This is about a millisecond of a GPU's time.
 
 
 def world_sizes(device: str) -> list[int]:
-    """Those of 1, 2, 4 and 8 ranks that can have a GPU each; 2 on the CPU."""
+    """Return the world sizes, of 1, 2, 4 and 8, whose ranks can have a GPU each; 2 on the CPU."""
     return [2] if device == "cpu" else [count for count in (1, 2, 4, 8) if count <= usable_gpus()]
 
 
 def exactness(args: argparse.Namespace) -> Part:
-    """How far each stage's weights end from stage 1's in float64: K ranks on one device, and one
-    per GPU.
+    """Return how far each stage's weights end from stage 1's in float64: K ranks on one device, and
+    one per GPU.
     """
     rows: list[Row] = []
     for where, counts, asked in placements(args.device):
@@ -229,8 +229,8 @@ def processes_on_gpus() -> set[str]:
 
 
 def after_cuda_in_the_caller(device: str) -> bool:
-    """Whether ranks start, and can use the device, when CUDA is already up in the process that
-    launches them.
+    """Return whether ranks start, and can use the device, when CUDA is already up in the process
+    that launches them.
     """
     torch.ones(1, device=device)
     totals = [launch(total, world_size=2, device=device, timeout=60) for _ in range(2)]
@@ -247,7 +247,7 @@ def total() -> float:
 def raises_with(
     error: type[LaunchError], words: str, function: Callable, device: str, timeout: float = 60
 ) -> bool:
-    """Whether a launch of `function` raises `error` with `words` in its message."""
+    """Return whether a launch of `function` raises `error` with `words` in its message."""
     try:
         launch(function, world_size=2, device=device, timeout=timeout)
     except error as caught:
@@ -278,7 +278,7 @@ def absent() -> None:
 
 
 def no_context() -> bool:
-    """Whether ranks on the CPU leave CUDA alone, training included."""
+    """Return whether ranks on the CPU leave CUDA alone, training included."""
     return not any(launch(cuda_after_training, world_size=2, device="cpu", timeout=60))
 
 
@@ -291,8 +291,8 @@ def cuda_after_training() -> bool:
 
 
 def steps(args: argparse.Namespace) -> Part:
-    """Seconds of a step and peak memory of stage 6 beside torch's class, wrappers made in both
-    orders.
+    """Return the seconds of a step and peak memory of stage 6 beside torch's class, wrappers made
+    in both orders.
     """
     rows: list[Row] = []
     parameters = LARGE
@@ -351,8 +351,8 @@ def step_times(repeats: int, order: tuple[str, ...], model: Model) -> Row:
 
 
 def allocated() -> int:
-    """Bytes of this rank's tensors on its GPU, 0 on the CPU; their peak is counted anew from
-    here.
+    """Return the bytes of this rank's tensors on its GPU, 0 on the CPU; their peak is counted anew
+    from here.
     """
     if rank_device().type != "cuda":
         return 0
@@ -362,7 +362,7 @@ def allocated() -> int:
 
 
 def compared(args: argparse.Namespace) -> Part:
-    """The comparison of all stages on the device, as `ddp-course compare` makes it."""
+    """Return the comparison of all stages on the device, as `ddp-course compare` makes it."""
     ranks = 2 if args.device == "cpu" else max(2, *world_sizes(args.device))
     rate = 0.01  # At this rate rounding errors do not grow from step to step.
     results = comparison.run(
@@ -388,7 +388,7 @@ def compared(args: argparse.Namespace) -> Part:
 
 
 def own_tests(args: argparse.Namespace) -> Part:
-    """The project's tests that are marked `cuda`, where the checkout and pytest are there."""
+    """Run the project's tests that are marked `cuda`, where the checkout and pytest are there."""
     root = Path(__file__).resolve().parents[1]
     files = [str(file) for file in root.glob("tests/**/*.py") if MARK in file.read_text("utf-8")]
     if importlib.util.find_spec("pytest") is None or not files:
@@ -403,7 +403,7 @@ def own_tests(args: argparse.Namespace) -> Part:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The device to look at."""
+    """Add the device to look at."""
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries it without a GPU"
     )
@@ -444,7 +444,7 @@ def on_device(part: Callable[[argparse.Namespace], Part]) -> Callable[[argparse.
 
 
 def lessons(args: argparse.Namespace) -> Part:
-    """The lessons' cells "On your GPUs": all their stages in one comparison, and its figure."""
+    """Run the lessons' cells "On your GPUs": all their stages in one comparison, and its figure."""
     results = on_your_gpus("2,3,4,5,6,7,8,9,torch")
     columns = ("stage", "name", "step_ms", "max_abs_diff_vs_single")
     rows = []
@@ -480,7 +480,9 @@ def summed(args: argparse.Namespace) -> Part:
 
 
 def recorded(args: argparse.Namespace) -> Part:
-    """A step of stage 6 as torch's profiler sees it, with NCCL's all-reduces on their stream."""
+    """Return a step of stage 6 as torch's profiler sees it, with NCCL's all-reduces on their
+    stream.
+    """
     if args.device == "cpu" or usable_gpus() == 1:
         return Part([{"left out": SEVERAL}])
     rows = traced(max(world_sizes("cuda")), writable_folder(args.out) / "gpu_trace.json")
@@ -488,7 +490,7 @@ def recorded(args: argparse.Namespace) -> Part:
 
 
 def answers(report: Row) -> list[Row]:
-    """The table at the end: a row for each question, from the parts of the report."""
+    """Return the table at the end: a row for each question, from the parts of the report."""
     parts = report["parts"]
     rows = []
 
@@ -534,7 +536,7 @@ def answers(report: Row) -> list[Row]:
 
 
 def keeps_all(part: Row | None) -> bool | None:
-    """Whether all promises of a part are kept; None if nothing was promised."""
+    """Return whether all promises of a part are kept; None if nothing was promised."""
     if part is None or not part["promises"]:
         return None
     return all(promise["kept"] for promise in part["promises"])

@@ -47,7 +47,7 @@ SLOWER_THAN_GLOO = 1.05
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark."""
+    """Add the options of this benchmark."""
     parser.add_argument(
         "--modes", default="hosts,virtual", help="default %(default)s; hosts only where possible"
     )
@@ -89,7 +89,7 @@ def usable_modes(modes: list[str]) -> Iterator[str]:
 
 
 def measure(link: links.Link, world_size: int, sizes: list[int], repeats: int) -> list[Row]:
-    """One launch: all algorithms at all sizes on `world_size` ranks. Returns a row each."""
+    """Launch `world_size` ranks that time all algorithms at all sizes; return a row for each."""
     bandwidth = calibrated(link)
     names = list(ALGORITHMS)
     turns_of_sizes, *_ = launch(
@@ -157,7 +157,7 @@ def time_all(names: list[str], sizes: list[int], repeats: int) -> list[dict[str,
 
 
 def merge(earlier: list[Row], rows: list[Row]) -> list[Row]:
-    """The `earlier` rows and the new `rows`, which replace earlier ones of the same setting,
+    """Return the `earlier` rows and the new `rows`, which replace earlier ones of the same setting,
     sorted.
     """
     setting_of = itemgetter(*COLUMNS)
@@ -167,7 +167,9 @@ def merge(earlier: list[Row], rows: list[Row]) -> list[Row]:
 
 
 def promised(rows: list[Row]) -> list[Promise]:
-    """What is promised of LARGE messages: close to the formulas, and a ring as fast as gloo's."""
+    """Return what is promised of LARGE messages: close to the formulas, and a ring as fast as
+    gloo's.
+    """
     judged = [row for row in rows if row["bytes"] >= LARGE]
     ratios = {describe(row): row["ratio"] for row in judged if row["algorithm"] != "gloo"}
     gloo = {setting(row): row["measured_s"] for row in judged if row["algorithm"] == "gloo"}
@@ -190,18 +192,18 @@ def promised(rows: list[Row]) -> list[Promise]:
 
 
 def setting(row: Row) -> tuple:
-    """What two algorithms must have in common to be compared."""
+    """Return what two algorithms must have in common to be compared."""
     return row["mode"], row["world_size"], row["bytes"], row["bandwidth_bits_s"]
 
 
 def describe(row: Row) -> str:
-    """A row's setting in words."""
+    """Return a row's setting in words."""
     where = f"{row['mode']}, {row['bandwidth_bits_s'] / 1e6:g} Mbit/s, K={row['world_size']}"
     return f"{where}, {row['bytes'] / 2**20:g} MiB, {row['algorithm']}"
 
 
 def table(rows: list[Row]) -> list[Row]:
-    """A line for each setting, for each algorithm milliseconds (times its formula)."""
+    """Return a line for each setting, for each algorithm milliseconds (times its formula)."""
     lines = []
     for each in dict.fromkeys(map(setting, rows)):
         mode, world_size, size, bandwidth = each

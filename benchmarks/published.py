@@ -28,8 +28,8 @@ Model = Callable[[Row, Any], float]
 
 
 def shaped_link_ms(row: Row, numbers: Sequence[float]) -> float:
-    """Milliseconds of an all-reduce by the row's library ("gloo" or "nccl") on its link, played
-    message by message.
+    """Return the milliseconds of an all-reduce by the row's library ("gloo" or "nccl") on its link,
+    played message by message.
 
     Both libraries: `numbers[0]` is the share of the link's bandwidth that TCP reaches. gloo:
     `numbers[1]` is the processor's time for a segment of 1 MiB, in milliseconds. NCCL: it is the
@@ -54,8 +54,8 @@ def shaped_link_ms(row: Row, numbers: Sequence[float]) -> float:
 def v100_step_s(
     model: str, one_gpu_s: float, ranks: int, bandwidth: float, interference: float
 ) -> float:
-    """Seconds of a DDP step of `model` on `ranks` V100s; bandwidth of a GPU's link in bytes per
-    second.
+    """Return the seconds of a DDP step of `model` on `ranks` V100s; bandwidth of a GPU's link in
+    bytes per second.
     """
     link = Costs(2 * GPU_LATENCY, max(HOST_LINK, 1 / bandwidth))
     network = Network(link, Costs(GPU_LATENCY, 1 / bandwidth), PER_HOST)
@@ -72,7 +72,9 @@ MEGATRON = {"174.6B": (96, 12_288, 96, 12), "529.6B": (105, 20_480, 128, 35)}
 
 
 def gpt_ms(row: Row, changed: Any = None) -> float:
-    """Milliseconds of the step of a GPT, with the constants of 2021 unless others are given."""
+    """Return the milliseconds of the step of a GPT, with the constants of 2021 unless others are
+    given.
+    """
     return 1000 * step(read_run(row)[0], None, changed).seconds
 
 
@@ -139,8 +141,8 @@ def samples_per_s(row: Row, numbers: Sequence[float]) -> float:
 def idle_stages(
     schedule: str, stages: int, chunks: float, weights: float, left_over: float
 ) -> float:
-    """How many micro-batches' time a stage idles in a step, by schedule (Qi et al. 2024, section
-    2).
+    """Return how many micro-batches' time a stage idles in a step, by schedule (Qi et al. 2024,
+    section 2).
 
     `chunks` per stage of the interleaved schedule; `weights` is the share of a micro-batch's time
     that gradients of weights take, which zero-bubble schedules may postpone; `left_over` is the

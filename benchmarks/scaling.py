@@ -52,14 +52,16 @@ def finished(function: Callable) -> None:
 
 
 def precision() -> str:
-    """The dtype in which this rank's device computes fastest: "bfloat16" on a GPU that has it."""
+    """Return the dtype in which this rank's device computes fastest: "bfloat16" on a GPU that has
+    it.
+    """
     has_bfloat16 = rank_device().type == "cuda" and torch.cuda.is_bf16_supported()
     return "bfloat16" if has_bfloat16 else "float32"
 
 
 def scaling(counts: list[int], device: str) -> list[Row]:
-    """A row for each number of devices, and for weak and strong scaling: samples, seconds of a step
-    of stage 6, and efficiency. One device needs at least 50 ms for a step, unless it is a
+    """Return a row for each number of devices, and for weak and strong scaling: samples, seconds of
+    a step of stage 6, and efficiency. One device needs at least 50 ms for a step, unless it is a
     processor.
     """
     [(size, dtype)] = launch(size_for_scaling, max(counts), world_size=1, device=device)
@@ -126,8 +128,8 @@ def step_seconds(parameters: int, samples: int) -> float:
 
 
 def all_reduces(count: int, device: str, repeats: int) -> list[Row]:
-    """A row for each size of a message: seconds of the backend's all-reduce, of our ring and our
-    server, and what the closed forms say with alpha and beta measured here.
+    """Return a row for each size of a message: seconds of the backend's all-reduce, of our ring and
+    our server, and what the closed forms say with alpha and beta measured here.
     """
     [(rows, costs), *_] = launch(
         measure_all_reduces, repeats, world_size=count, device=device, timeout=180
@@ -186,7 +188,7 @@ def traced(count: int, file: Path) -> list[Row]:
 
 
 def points(rows: list[Row], x: str, y: str) -> tuple[list, list]:
-    """Two columns of the rows."""
+    """Return two columns of the rows."""
     return [row[x] for row in rows], [row[y] for row in rows]
 
 

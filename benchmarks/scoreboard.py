@@ -26,7 +26,7 @@ STRANGE = (
 
 
 def scoreboard() -> list[Table]:
-    """All tables, predicted anew."""
+    """Return all tables, predicted anew."""
     return [table() for table in TABLES]
 
 
@@ -285,7 +285,7 @@ def entries(
     model: Callable[[Row], float],
     calibrated: Callable[[Row], bool] = bool,
 ) -> list[Row]:
-    """The scoreboard's rows of a table: what `model` predicts for each setting, beside the
+    """Return the scoreboard's rows of a table: what `model` predicts for each setting, beside the
     published row of that one.
 
     Unless `calibrated` says otherwise, every measured row counts as seen by the fit.
@@ -306,7 +306,7 @@ def entries(
 def entry(
     table: str, keys: Row, quantity: str, measured: float | None, predicted: float, calibrated: bool
 ) -> Row:
-    """One row of the scoreboard, with 8 instead of 8.0 among its keys."""
+    """Return one row of the scoreboard, with 8 instead of 8.0 among its keys."""
     keys = dict(keys)
     for key, value in keys.items():
         if isinstance(value, float) and value == int(value):

@@ -104,8 +104,8 @@ def descendants():
 
 
 def entries():
-    """Names in the temporary folder, but for caches of pytest and torch, and what Python removes at
-    its end.
+    """Return the names in the temporary folder, but for caches of pytest and torch, and what Python
+    removes at its end.
     """
     return {
         path.name

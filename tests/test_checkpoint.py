@@ -19,7 +19,7 @@ from ddp_course.errors import CheckpointError
 
 
 def state_of(number, size=1000):
-    """A state that is the same whenever it is asked for, and different for each number."""
+    """Return a state that is the same whenever it is asked for, and different for each number."""
     generator = torch.Generator().manual_seed(number)
     return {
         "model": {"weight": torch.randn(size, generator=generator), "count": torch.tensor(number)},
@@ -65,7 +65,7 @@ def test_what_is_saved_is_loaded_and_the_newest_are_kept(tmp_path):
 
 
 def damaged(content, chance):
-    """A whole checkpoint with one bit flipped."""
+    """Return a whole checkpoint with one bit flipped."""
     position = chance.randrange(len(content))
     return (
         content[:position]

@@ -29,7 +29,7 @@ def changed(script, diff):
 
 
 def losses(script, folder, ranks):
-    """The losses that a script prints on so many ranks."""
+    """Return the losses that a script prints on so many ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={ranks}", str(script)]
     done = subprocess.run(

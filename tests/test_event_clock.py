@@ -38,7 +38,7 @@ class Counter:
         self.caught_up = self.done
 
     def event(self, enable_timing):
-        """A CUDA event."""
+        """Return a CUDA event."""
         assert enable_timing
         made = SimpleNamespace()
         made.record = lambda stream: setattr(made, "moment", stream())

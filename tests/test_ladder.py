@@ -25,13 +25,13 @@ STAGES = [stage1_single, stage2_dataparallel, stage3_paramserver, stage4_ring, s
 
 
 def train_lines(module):
-    """The code of `train`, without its docstring."""
+    """Return the code of `train`, without its docstring."""
     lines = inspect.getsource(module.train).splitlines()
     return [line for line in lines if not line.strip().startswith('"""')]
 
 
 def changed(before, after):
-    """Lines that a diff of the two shows as removed or added, whichever is more."""
+    """Return how many lines a diff of the two shows as removed or added, whichever is more."""
     marks = [line[0] for line in difflib.ndiff(before, after)]
     return max(marks.count("-"), marks.count("+"))
 

@@ -39,7 +39,7 @@ def read(path):
 
 
 def code(notebook):
-    """The lesson's own code cells: without the one that installs the course on Colab."""
+    """Return the lesson's own code cells: without the one that installs the course on Colab."""
     return [
         cell
         for cell in notebook.cells
@@ -92,7 +92,7 @@ def run_nbval(paths, folder, without_namespaces=False, listen=False, cell_second
 
 
 def altered(notebook, world_size):
-    """The notebook as a learner on a smaller machine would run it."""
+    """Return the notebook as a learner on a smaller machine would run it."""
     imports = code(notebook)[0]
     imports.source = imports.source.replace("K = 4", f"K = {world_size}")
     return notebook
@@ -134,8 +134,8 @@ PLANNED = sorted(set(PLAN.findall((ROOT / "docs" / "WORKSHOP.md").read_text("utf
 
 
 def planned(notebook, sections):
-    """A lesson as a plan of the workshop runs it: its imports, and the cells of `sections`, such as
-    "*Predict* to *Plot*, then *Count*".
+    """Return a lesson as a plan of the workshop runs it: its imports, and the cells of `sections`,
+    such as "*Predict* to *Plot*, then *Count*".
     """
     headings = {}
     for position, cell in enumerate(notebook.cells):

@@ -15,14 +15,14 @@ STEPS = 3
 
 
 def own_ring(tensor, group=None):
-    """What a learner writes: a ring of functions that are not the course's."""
+    """Sum in a ring of steps that cut the tensor themselves, as a learner writes it."""
     chunks = tensor.view(-1).tensor_split(dist.get_world_size(group))
     stage4_ring.reduce_scatter(chunks, group)
     stage4_ring.allgather(chunks, group)
 
 
 def one_step_short(tensor, group=None):
-    """A ring whose allgather ends before the last chunk has come."""
+    """Sum in a ring whose allgather ends before the last chunk has come."""
     rank, size, left, right = wire.neighbours(group)
     chunks = tensor.view(-1).tensor_split(size)
     stage4_ring.reduce_scatter(chunks, group)
@@ -32,7 +32,7 @@ def one_step_short(tensor, group=None):
 
 
 def wrong_chunk(tensor, group=None):
-    """A ring that hands out chunk r where chunk r+1 is finished."""
+    """Sum in a ring that hands out chunk r where chunk r+1 is finished."""
     rank, size, left, right = wire.neighbours(group)
     chunks = tensor.view(-1).tensor_split(size)
     stage4_ring.reduce_scatter(chunks, group)
@@ -55,7 +55,7 @@ def net(seed):
 
 
 def trained(model, wrapped):
-    """The weights after some steps, and what this rank sent meanwhile."""
+    """Return the weights after some steps, and what this rank sent meanwhile."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with wire.counting() as traffic:
         for step in range(STEPS):

@@ -194,7 +194,7 @@ class Twice(torch.nn.Linear):
 
 
 def refusals():
-    """The words of each refusal, and a gradient afterwards."""
+    """Return the words of each refusal, and a gradient afterwards."""
     said = {}
 
     def refused(name, call, kind=RuntimeError):

@@ -24,8 +24,8 @@ def gpt(heads=4, dropout=0.0):
 
 
 def net():
-    """Two pairs of layers of odd sizes, one without a bias, from the same bytes to logits of the
-    same shape.
+    """Return two pairs of layers of odd sizes, one without a bias, from the same bytes to logits of
+    the same shape.
     """
     torch.manual_seed(0)
     first = [
@@ -50,7 +50,7 @@ def batches(rank=0, ranks=1):
 
 
 def distance(make, tensor, breaking=None):
-    """How far weights and losses (the mean over all ranks) are from those of one device."""
+    """Return how far weights and losses (the mean over all ranks) are from those of one device."""
     if breaking:
         breaking()
     model = make()
@@ -96,7 +96,7 @@ def test_what_is_broken_trains_something_else(breaking):
 
 
 def traffic(tensor):
-    """Bytes that this rank sent in a step, what the formula says, and the bytes of its
+    """Return the bytes that this rank sent in a step, what the formula says, and the bytes of its
     gradients.
     """
     model = gpt()
@@ -126,8 +126,8 @@ def test_bytes_are_those_of_the_formula(data, tensor):
 
 
 def against_torch(change):
-    """Whether the groups are those of torch's mesh; by how much an MLP's outputs and gradients
-    differ from its TP.
+    """Return whether the groups are those of torch's mesh, and by how much an MLP's outputs and
+    gradients differ from its TP.
     """
     devices = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     groups = stage9_tensor.mesh(data=2, tensor=2)
@@ -176,8 +176,8 @@ def step(model, option, clip):
 
 
 def twice_over(option):
-    """Two legs of a step, split and whole again: the distance to one device, and whether all
-    modules are back.
+    """Take two legs of a step, split and whole again; return the distance to one device, and
+    whether all modules are back.
     """
     ours = gpt()
     one = gpt()

@@ -21,8 +21,8 @@ WORLD_SIZES = [2, pytest.param(4, marks=pytest.mark.slow)]
 
 
 def run(arguments, **changes):
-    """What the script does in one rank; the result without what is printed. `changes` replace
-    functions of it.
+    """Return what the script does in one rank; the result without what is printed. `changes`
+    replace functions of it.
     """
     from ddp_course import train
 
@@ -40,7 +40,7 @@ def each_stage(stages, options):
 
 
 def apart(one, other):
-    """The greatest difference between two results' weights and losses."""
+    """Return the greatest difference between two results' weights and losses."""
     weights = [
         (one["model"][name] - tensor).abs().max().item() for name, tensor in other["model"].items()
     ]
@@ -261,7 +261,7 @@ def test_the_script_alone(tmp_path):
 
 
 def ranks_of(agent):
-    """The processes that train, among the descendants of a torchrun, oldest first."""
+    """Return the processes that train, among the descendants of a torchrun, oldest first."""
     found = [
         process
         for process in psutil.Process(agent.pid).children(recursive=True)

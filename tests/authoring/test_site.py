@@ -54,7 +54,9 @@ def site(tmp_path_factory):
 
 @cache
 def links_of(page):
-    """What the tags of a page lead to or load; in text and code, quotes are written as entities."""
+    """Return what the tags of a page lead to or load; in text and code, quotes are written as
+    entities.
+    """
     found = re.findall(
         r"""<[^<>]*?\s(?:href|src)=("[^"]+"|[^\s>]+)""", page.read_text(encoding="utf-8")
     )
@@ -261,8 +263,8 @@ def test_explorers_move_without_kernel_and_network(site, offline, width, scheme)
 
 
 def picture(explorer):
-    """What an explorer shows: its message, and its picture once that is there; the picture must not
-    be empty.
+    """Return what an explorer shows: its message, and its picture once that is there; the picture
+    must not be empty.
     """
     image = explorer.locator("img")
     drawn = "image => image.complete && image.naturalWidth > 200"

@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.int64]
 
 
 def all_sums():
-    """Every algorithm on parameters of all shapes and dtypes; the pipelined ring has small
+    """Sum parameters of all shapes and dtypes by every algorithm; the pipelined ring has small
     segments, hence many.
     """
     pipelined_ring.SEGMENT = 256

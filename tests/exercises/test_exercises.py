@@ -30,7 +30,7 @@ TASKS = [task for exercise in EXERCISES for task in of_exercise(exercise)]
 
 
 def draw(number, seed):
-    """The inputs of a task."""
+    """Return the inputs of a task."""
     return find(number).inputs(seed)
 
 

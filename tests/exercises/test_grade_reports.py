@@ -128,7 +128,7 @@ def test_the_bench_judges_rate_and_memory():
 
 
 def sources_of(text):
-    """The sources of a notebook's cells."""
+    """Return the sources of a notebook's cells."""
     return [cell["source"] for cell in json.loads(text)["cells"]]
 
 
@@ -225,7 +225,7 @@ def test_of_several_submissions_to_an_exercise_the_best_counts(tmp_path, monkeyp
 
 
 def of_anna(exercise, points, files):
-    """A result of anna's."""
+    """Return a result of anna's."""
     return Result("anna", exercise, [TaskResult("8.1", points, 1)], files=files)
 
 

@@ -130,7 +130,7 @@ def saved_outputs(notebook):
 
 
 def shadowed_check(notebook):
-    """A `check` of one's own in front of the answers."""
+    """Put a `check` of one's own in front of the answers."""
     notebook.cells.insert(
         2,
         nbformat.v4.new_code_cell(
@@ -202,7 +202,7 @@ BROKEN = {
 
 
 def hand_in_a_class(folder):
-    """What a class hands in: habits, cheats, accidents, notebooks that cannot be read, and what
+    """Hand in what a class does: habits, cheats, accidents, notebooks that cannot be read, and what
     lies among them.
     """
     path = hand_in(folder / "anna", HABITS, OWN_CELLS)
@@ -301,7 +301,7 @@ def test_grading_goes_on_where_it_stopped(the_class, capsys):
 
 
 def folder_of(process):
-    """The folder that a process is in, if that may be seen; a submission's is its own."""
+    """Return the folder that a process is in, if that may be seen; a submission's is its own."""
     try:
         return process.cwd()
     except psutil.Error:

@@ -31,7 +31,7 @@ SERVER.set_forkserver_preload(["ddp_exercises.grading.grader", "ddp_exercises.ev
 
 
 def tried_inside(folder, code):
-    """What a piece of code raises, or "", in a process under a submission's limits."""
+    """Return what a piece of code raises, or "", in a process under a submission's limits."""
     receiver, sender = SERVER.Pipe()
     process = SERVER.Process(target=run_inside, args=(str(folder), code, sender))
     process.start()

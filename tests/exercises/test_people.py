@@ -61,7 +61,7 @@ def handed_in(*paths, roster=None):
 
 
 def zipped(path, files):
-    """A zip of {name: text}."""
+    """Return a zip of {name: text}."""
     with zipfile.ZipFile(path, "w") as archive:
         for name, text in files.items():
             archive.writestr(name, text)

@@ -41,7 +41,7 @@ class Freed(NamedTuple):
 
 
 def is_over(use, clock):
-    """Whether a use is known to be over."""
+    """Return whether a use is known to be over."""
     return clock.get(use.key, 0) >= use.count or host.get(use.key, 0) >= use.count
 
 

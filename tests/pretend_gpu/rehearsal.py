@@ -85,14 +85,14 @@ def run(path, gpus, log):
 
 
 def may_wait(place):
-    """Whether the table of waits has this place: "… at stage3.py:109 (train)"."""
+    """Return whether the table of waits has this place: "… at stage3.py:109 (train)"."""
     with WAITS.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     return any(row["file"] in place and f"({row['function']})" in place for row in rows)
 
 
 def judge(errors, findings, gpus):
-    """All that fails a run, a line each."""
+    """Return all that fails a run, a line each."""
     wrong = list(errors)
     wrong += [f"race: {race}" for race in dict.fromkeys(findings.races)]
     wrong += list(dict.fromkeys(findings.foreign + findings.late))
@@ -148,7 +148,7 @@ def counts(text):
 
 
 def main(arguments=None):
-    """The command; returns 1 if something is wrong."""
+    """Carry out the command; return 1 if something is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--gpus", type=counts, default=[1, 2, 4, 8], help="default 1,2,4,8")
     parser.add_argument("notebooks", nargs="*", help="default: all lessons and solutions")

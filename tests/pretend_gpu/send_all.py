@@ -41,13 +41,15 @@ SETTINGS = {
 
 
 def distance(ours, exact):
-    """The largest difference between two lists of tensors."""
+    """Return the largest difference between two lists of tensors."""
     pairs = zip(ours, exact, strict=True)
     return max((one.cpu() - other.cpu()).abs().max().item() for one, other in pairs)
 
 
 def pipelines():
-    """How far a pipeline ends from one device with schedules that send to and fro, and around."""
+    """Return how far a pipeline ends from one device with schedules that send to and fro, and
+    around.
+    """
     torch.manual_seed(0)
     layers = [torch.nn.Linear(6, 6) for _ in range(12)]
     model = torch.nn.Sequential(*layers).double().to(rank_device())
@@ -65,13 +67,13 @@ def pipelines():
 
 
 def numbers(rank):
-    """The tensor of a rank, on the processor."""
+    """Return the tensor of a rank, on the processor."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(4099, dtype=torch.float64, generator=generator)
 
 
 def sums():
-    """How far each collective's sum is from the sum."""
+    """Return how far each collective's sum is from the sum."""
     exact = sum(numbers(rank) for rank in range(dist.get_world_size()))
     ways = {name: way for name, way in vars(collectives).items() if name.endswith("_all_reduce")}
     ways |= {"ring": stage4_ring.ring_all_reduce, "whole": stage4_ring.whole_gradient_ring}
@@ -105,7 +107,7 @@ def gradients_of_stage_6(what, device):
 
 
 def hooks_join_and_the_models_own_collectives():
-    """How far the gradients are from the processor's, for each of the SETTINGS."""
+    """Return how far the gradients are from the processor's, for each of the SETTINGS."""
     distances = {}
     for what in SETTINGS:
         on_processor = gradients_of_stage_6(what, "cpu")
@@ -126,7 +128,7 @@ def everything():
 
 
 def waits_of_a_step(what, parts):
-    """How often the processor waits for the GPU in a step with so many norms, parameters or
+    """Return how often the processor waits for the GPU in a step with so many norms, parameters or
     micro-batches.
     """
     torch.manual_seed(0)

@@ -100,7 +100,7 @@ def run(script, *arguments, log, course=ROOT, gpus=2):
 
 
 def kinds_of(findings):
-    """The kinds of findings. That a run fails is none: it may have failed for any reason."""
+    """Return the kinds of findings. That a run fails is none: it may have failed for any reason."""
     kinds = {
         "race": findings.races,
         "context": findings.foreign,

@@ -41,7 +41,7 @@ OPTIONS = [
 
 
 def unharmed(options, world_size):
-    """The result of the same run without faults."""
+    """Return the result of the same run without faults."""
 
     def run():
         from ddp_course import train
@@ -54,7 +54,7 @@ def unharmed(options, world_size):
 
 
 def ranks_of(agent):
-    """The processes that train, by rank."""
+    """Return the processes that train, by rank."""
     ranks = {}
     for process in psutil.Process(agent.pid).children(recursive=True):
         try:
@@ -111,7 +111,7 @@ def run_with_faults(options, world_size, minutes, every, pause, chance, folder, 
 
 
 def soak(minutes, every=20.0, world_size=2, pause=0.03, seed=0, enough=math.inf):
-    """One run of `minutes` with faults; returns (faults, steps), raises AssertionError if a bit
+    """Train once for `minutes`, with faults; return (faults, steps), raise AssertionError if a bit
     differs.
     """
     steps = int(60 * minutes / pause)  # the pauses of these steps alone take `minutes`

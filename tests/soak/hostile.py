@@ -55,7 +55,8 @@ def refusal(error):
 
 
 def outcome(ours, expected, ranks_differ=False):
-    """What became of a case, as one rank sees it; anything else than the three names is wrong.
+    """Return what became of a case, as one rank sees it; anything else than the three names is
+    wrong.
 
     An error of a single rank must end the launch: the others would wait for it.
     """
@@ -124,14 +125,14 @@ def of_slices(action):
 
 
 def numbers(found):
-    """What an action says of the whole, if it is a number."""
+    """Return what an action says of the whole, if it is a number."""
     if isinstance(found, torch.Tensor) and found.dim() == 0:
         return [found.detach().as_subclass(torch.Tensor)]
     return []
 
 
 def present(parameters):
-    """Those with a gradient: a rank may have none of the elements of the others."""
+    """Return the parameters with a gradient: a rank may have none of the elements of the others."""
     return [parameter for parameter in parameters if parameter.grad is not None]
 
 
@@ -153,7 +154,7 @@ def step(make, parameters):
 
 
 def averaged_weights(parameters):
-    """An exponential average of the weights, which is put in place of them."""
+    """Put an exponential average of the weights in place of them."""
     average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
     with torch.no_grad():
         kept = [parameter.clone() for parameter in parameters]
@@ -487,7 +488,7 @@ def clipped_alone(change):
 
 
 def of_inputs_split(change):
-    """The gradient of the inputs."""
+    """Return the gradient of the inputs."""
     model = stage9_tensor.parallelize(changed(change))
     inputs = inputs_for(model).requires_grad_()
     model(inputs).square().sum().backward()

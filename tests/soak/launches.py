@@ -137,7 +137,7 @@ def kill(process, number):
 
 
 def launch_processes():
-    """The agents and the ranks that run now."""
+    """Return the agents and the ranks that run now."""
     with contextlib.suppress(psutil.NoSuchProcess, IndexError):
         agents = psutil.Process(server_handle.servers[0].process.pid).children()
         return agents, [rank for agent in agents for rank in agent.children()]

@@ -174,7 +174,7 @@ WRAPPERS = {
 
 
 def outcome(change, wrap):
-    """The words of the refusal, or "averaged", or "wrong"."""
+    """Return the words of the refusal, or "averaged", or "wrong"."""
     model = net()
     wrapper = wrap(model, process_group=dist.new_group())
     wrapper(share()).square().mean().backward()

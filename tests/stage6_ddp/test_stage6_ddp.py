@@ -93,7 +93,7 @@ def odd_model():
 
 
 def layouts(kind, settings, steps=3):
-    """The shapes in each bucket, in the order of communication, over all steps."""
+    """Return the shapes in each bucket, in the order of communication, over all steps."""
     seen = []
     model = odd_model()
     parallel = CLASSES[kind](model, **settings)
@@ -202,7 +202,7 @@ def half_the_bytes(DDP):
 
 
 def nothing_left_behind(DDP):
-    """The wrapper leaves no hooks on the module, and can be collected."""
+    """Assert that the wrapper leaves no hooks on the module, and can be collected."""
     model = stage6_cases.Net()
     parallel = DDP(model)
     stage6_cases.squared(parallel, 0).backward()

@@ -15,8 +15,8 @@ CLASSES = {"torch": TorchDDP, "ours": DistributedDataParallel}
 
 
 def train(parallel, steps):
-    """Some passes, the second without communication; the running mean that each of them begins
-    with.
+    """Run some passes, the second without communication; return the running mean with which each of
+    them begins.
     """
     began = []
     handle = parallel.module.register_forward_pre_hook(

@@ -19,7 +19,7 @@ def place():
 
 
 def trained(model, forward, batches):
-    """The loop of stage 1 with AdamW."""
+    """Train as the loop of stage 1 does, with AdamW."""
     optimizer = torch.optim.AdamW(forward.parameters(), lr=0.01)
     for inputs, targets in batches:
         optimizer.zero_grad()
@@ -130,7 +130,7 @@ def test_all_ranks_save_the_same_buffers():
 
 
 def tiny_gradient():
-    """A gradient so small that divided by the number of ranks it is zero."""
+    """Average a gradient so small that divided by the number of ranks it is zero."""
     model = FullyShardedDataParallel(torch.nn.Linear(2, 1, bias=False))
     model(torch.tensor([[1.4e-45, 0.0]])).sum().backward()
     return [parameter.grad is not None for parameter in model.parameters()]
@@ -155,8 +155,8 @@ class PartlyUsed(torch.nn.Module):
 
 
 def trained_in_part(sharded_model):
-    """How much three steps with weight decay change each weight of a layer, at least and at most,
-    where only rank 1 uses `some`.
+    """Return how much three steps with weight decay change each weight of a layer, at least and at
+    most, where only rank 1 uses `some`.
     """
     torch.manual_seed(0)
     model = PartlyUsed()

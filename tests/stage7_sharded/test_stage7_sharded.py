@@ -27,7 +27,7 @@ OPTIMIZERS = {
 
 
 def same(one, other):
-    """Two nested structures of tensors and plain data, equal to the last bit."""
+    """Return whether two nested structures of tensors and plain data are equal to the last bit."""
     if isinstance(one, torch.Tensor):
         return (
             isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
@@ -40,14 +40,14 @@ def same(one, other):
 
 
 def groups(model):
-    """Two groups with settings of their own, as people do for weights and biases."""
+    """Return two groups with settings of their own, as people do for weights and biases."""
     parameters = list(model.parameters())
     return [{"params": parameters[::2], "lr": 0.03}, {"params": parameters[1::2]}]
 
 
 def train_averaged(model, optimizer, batches, scheduler=None):
-    """The loop of stage 1 if the optimizer averages; otherwise rings as in stage 5, which add in
-    the same order.
+    """Train as stage 1 does if the optimizer averages; otherwise with rings as in stage 5, which
+    add in the same order.
     """
     parameters = [
         parameter for members in optimizer.param_groups for parameter in members["params"]
@@ -65,8 +65,8 @@ def train_averaged(model, optimizer, batches, scheduler=None):
 
 
 def laid_out_alike(optimizer):
-    """The same, its parameters end to end in memory too: where a matrix begins decides how BLAS
-    multiplies it.
+    """Lay an optimizer's parameters end to end in memory, and return it: where a matrix begins
+    decides how BLAS multiplies it.
     """
     for bucket in assign_buckets(
         [parameter for members in optimizer.param_groups for parameter in members["params"]]
@@ -122,8 +122,8 @@ def test_the_sharded_optimizer_gives_the_bits_of_the_unsharded_one(world_size):
 
 
 def assert_state_is_sharded(held, parameters, world_size, itemsize=4, moments=2):
-    """Every rank holds its chunk's share of the optimizer state, no more; all shares together are
-    the whole.
+    """Assert that every rank holds its chunk's share of the optimizer state, no more; all shares
+    together are the whole.
     """
     assert max(held) <= moments * itemsize * -(-parameters // world_size)
     assert sum(held) == moments * itemsize * parameters
@@ -224,8 +224,8 @@ def test_a_step_moves_three_times_the_parameters(world_size):
 
 
 def peak_of_a_step(layers):
-    """Bytes that a step with Adam takes at its peak, above those of a process that has done all
-    this before.
+    """Return the bytes that a step with Adam takes at its peak, above those of a process that has
+    done all this before.
     """
     # M_MMAP_THRESHOLD: memory that is freed goes back at once.
     ctypes.CDLL(None).mallopt(-3, 1 << 16)

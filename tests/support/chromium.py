@@ -30,7 +30,7 @@ def executable():
 
 @contextmanager
 def running_browser():
-    """A headless Chromium, ended afterwards."""
+    """Yield a headless Chromium, and end it after the block."""
     playwright = pytest.importorskip("playwright.sync_api")
     if not executable():
         pytest.skip("no Chromium on this machine")
@@ -72,7 +72,7 @@ PALE = """root => {
 
 @contextmanager
 def fresh_page(browser, offline=False, width=1400):
-    """A page of its own: nothing is kept of the pages before it."""
+    """Yield a page of its own: nothing is kept of the pages before it."""
     context = browser.new_context(offline=offline, viewport={"width": width, "height": 1000})
     try:
         yield context.new_page()

@@ -65,7 +65,7 @@ class Kernel:
         return output
 
     def descendants(self):
-        """All processes below the kernel, and below its launch server."""
+        """Return all processes below the kernel, and below its launch server."""
         return psutil.Process(self.pid).children(recursive=True)
 
     def close(self):
@@ -78,7 +78,7 @@ class Kernel:
 
 @contextmanager
 def running_kernel():
-    """A fresh kernel for the block."""
+    """Yield a fresh kernel, and end it after the block."""
     kernel = Kernel()
     try:
         yield kernel

@@ -45,7 +45,7 @@ def listed(world_size):
 
 
 def be_rank(module, suite, name, rank, world_size, folder):
-    """The life of one rank: bring the group up, run the test, leave word in `folder` of how it
+    """Live the life of one rank: bring the group up, run the test, leave word in `folder` of how it
     ended.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # end with the runner
@@ -66,7 +66,7 @@ def be_rank(module, suite, name, rank, world_size, folder):
 
 
 def run_test_method(module, suite, name, rank, world_size, folder):
-    """What torch's `MultiProcessTestCase` does around a test, without its pipes and threads."""
+    """Do what torch's `MultiProcessTestCase` does around a test, without its pipes and threads."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal import common_utils
@@ -150,7 +150,7 @@ def wait_for(ranks, deadline):
 
 
 def reason_for(folder, codes):
-    """Why the test failed: what the rank said that failed first, broken connections last."""
+    """Return why the test failed: what the rank said that failed first, broken connections last."""
     reasons = [(path.read_text(), path.name[3:]) for path in sorted(Path(folder).glob("why*"))]
     reasons.sort(key=lambda reason: ("by peer" in reason[0], reason[0]))
     return (

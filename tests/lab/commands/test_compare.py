@@ -108,7 +108,7 @@ def without_division(model, batches, lr):
 
 
 def imaginary(train):
-    """A stage that nobody has heard of, with the loop `train`."""
+    """Return a stage that nobody has heard of, with the loop `train`."""
     return ladder.Stage(
         "9",
         "imaginary",
@@ -193,7 +193,7 @@ def on_devices():
 
 
 def compared(stages=ALL, link="100Mbit"):
-    """Two ranks and six steps in virtual time."""
+    """Compare stages on two ranks, for six steps in virtual time."""
     return compare.run(
         "digits", 2, 6, stages, link=link, device_speed="3GFLOP/s", bucket_cap_mb=0.1
     )
@@ -236,7 +236,7 @@ def test_a_link_that_is_not_slowed_is_found_out():
 
 
 def drawn(lane, *names):
-    """Milliseconds of the spans with these names in the upper half of a lane."""
+    """Return the milliseconds of the spans with these names in the upper half of a lane."""
     return 1000 * sum(
         end - start for name, start, end, where in lane if name in names and where == "compute"
     )
@@ -261,8 +261,8 @@ def test_a_span_that_is_missing_shows(on_devices):
 
 
 def differing(results):
-    """The keys of stages of which more than a twentieth is not drawn, or drawn twice, or drawn as
-    something else.
+    """Return the keys of stages of which more than a twentieth is not drawn, or drawn twice, or
+    drawn as something else.
     """
     keys = []
     for stage in results.stages:
@@ -296,7 +296,7 @@ def test_the_default_number_of_ranks_is_that_of_the_gpus(monkeypatch, gpus, rank
 
 
 def loop(average):
-    """The loop of a learner's stage; `average(gradients, step)` has what is theirs."""
+    """Return the loop of a learner's stage; `average(gradients, step)` has what is theirs."""
 
     def train(model, batches, lr):
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)

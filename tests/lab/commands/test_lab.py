@@ -147,7 +147,7 @@ def test_what_takes_long_has_its_seconds_counted_on_a_terminal_only(monkeypatch)
 
 
 def slowly(function):
-    """The function, as a slow machine carries it out."""
+    """Return the function, as a slow machine carries it out."""
 
     def call(*args, **kwargs):
         time.sleep(0.5)

@@ -34,8 +34,8 @@ CELLS = {
     "source": "show.source(stage4_ring.ring_all_reduce)",
     "table": (
         "from types import SimpleNamespace as some\nfrom ddp_course.lab.measuring.results import"
-        " StageResult\nstage = StageResult('3', 'parameter server', 239.04, 154.9, 1057104, 1057104,"
-        " 6, [.0968], 9.9e-7, None, [], ideal_ms=250.8, speed_up=1.36)"
+        " StageResult\nstage = StageResult('3', 'parameter server', 239.04, 154.9, 1057104,"
+        " 1057104, 6, [.0968], 9.9e-7, None, [], ideal_ms=250.8, speed_up=1.36)"
         "\ncompare.table(some(stages=[stage]))"
     ),
     "ranks": "%%ranks 2\nprint(rank + 42)",
@@ -100,7 +100,7 @@ def lab(tmp_path_factory):
 
 
 def choose_theme(folder, theme):
-    """The theme of JupyterLab's next page."""
+    """Choose the theme of JupyterLab's next page."""
     where = folder / "settings" / "@jupyterlab" / "apputils-extension"
     where.mkdir(parents=True, exist_ok=True)
     (where / "themes.jupyterlab-settings").write_text(f'{{"theme": "JupyterLab {theme}"}}')
@@ -180,7 +180,7 @@ def test_all_widgets_and_cells_on_all_ranks_work_in_the_dark(lab):
 
 
 def has_names(cells):
-    """A screen reader has a name for every figure, slider, player and choice."""
+    """Assert that a screen reader has a name for every figure, slider, player and choice."""
     for cell, role, name in (
         ("figure", "img", "Twice as long (measured)"),
         ("ring", "img", re.compile("after step .* chunks complete")),
@@ -260,8 +260,8 @@ RESTART = """async () => {
 
 
 def is_legible(diff, table):
-    """The words of a diff are light on dark, a row of the table is one line, and no code goes
-    beyond the edge.
+    """Assert that the words of a diff are light on dark, that a row of the table is one line, and
+    that no code goes beyond the edge.
     """
     colour = "element => getComputedStyle(element).color.match(/\\d+/g).slice(0, 3).map(Number)"
     assert min(diff.locator(".jp-RenderedHTMLCommon div div").first.evaluate(colour)) > 150
@@ -272,8 +272,8 @@ def is_legible(diff, table):
 
 
 def explorers_answer_their_questions(page, alpha_beta, buckets):
-    """Which all-reduce is fastest depends on K; the best bucket is neither the smallest nor the
-    largest.
+    """Assert that which all-reduce is fastest depends on K, and that the best bucket is neither the
+    smallest nor the largest.
     """
     fastest = [text.split("large:")[1].split("(")[0].strip() for text in texts(page, alpha_beta, 2)]
     assert {"ring", "ring, halving-doubling"} <= set(fastest)
@@ -282,7 +282,7 @@ def explorers_answer_their_questions(page, alpha_beta, buckets):
 
 
 def texts(page, cell, index):
-    """What an explorer says for each setting of a slider, from the lowest to the highest."""
+    """Return what an explorer says for each setting of a slider, from the lowest to the highest."""
     handle = cell.locator(".noUi-handle").nth(index)
     said = []
     readout = cell.locator(".widget-readout").nth(index)
@@ -351,8 +351,8 @@ def drag(page, handle, track):
 
 
 def settled(element):
-    """Where an element is once it has stood still for 0.3 s: JupyterLab moves the cells as outputs
-    above get drawn.
+    """Return where an element is once it has stood still for 0.3 s: JupyterLab moves the cells as
+    outputs above get drawn.
     """
     box = element.bounding_box()
     since = time.monotonic()

@@ -86,7 +86,7 @@ class Replay:
         self.shared: dict = {}  # locks of queues and events, by rank and name
 
     def run(self) -> dict:
-        """Play the program; returns, by (rank, thread), the moments after all steps, and then the
+        """Play the program; return, by (rank, thread), the moments after all steps, and then the
         values that it received.
         """
         for thread in sorted(self.alive):
@@ -169,7 +169,7 @@ class Replay:
     # Threads
 
     def thread(self, thread: tuple) -> Any:
-        """The process of one thread."""
+        """Carry out the steps of one thread, as a process of simpy."""
         for kind, *details in self.steps[thread]:
             yield from getattr(self, f"do_{kind}")(thread, *details)
             self.moments[thread].append(self.clock.now)
@@ -339,7 +339,7 @@ class Replay:
         yield from self.give(thread, lock)
 
     def lock(self, thread: tuple, name: str) -> "Lock":
-        """The lock of this name that the threads of a rank share."""
+        """Return the lock of this name that the threads of a rank share."""
         return self.shared.setdefault((thread[0], name), Lock())
 
     def take(self, thread: tuple, lock: "Lock") -> Any:
@@ -386,12 +386,14 @@ class Lock:
 
 
 def order(booking: Any) -> tuple:
-    """The order of bookings within a round: messages by their keys, then collectives by theirs."""
+    """Return the order of bookings within a round: messages by their keys, then collectives by
+    theirs.
+    """
     return isinstance(booking, Collective), booking.key
 
 
 def replay(setting: Any, steps: dict, wrong: str = "") -> dict:
-    """What each (rank, thread) of a program sees: the moments after all its steps, in picoseconds,
-    and then the values that it received.
+    """Return what each (rank, thread) of a program sees: the moments after all its steps, in
+    picoseconds, and then the values that it received.
     """
     return Replay(setting, steps, wrong).run()

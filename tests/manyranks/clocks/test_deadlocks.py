@@ -85,7 +85,7 @@ def a_lock_that_a_waiter_holds():
 
 
 def a_schedule_that_cannot_run():
-    """A pipeline of two stages: the first waits for a gradient before it has sent the
+    """Play a pipeline of two stages whose first one waits for a gradient before it sends the
     activations.
     """
     activations = torch.zeros(4)

@@ -95,7 +95,7 @@ def test_hosts_have_no_latency(monkeypatch):
 
 
 def timed(function):
-    """Seconds from the moment all ranks are ready to the end on this rank."""
+    """Return the seconds from the moment all ranks are ready to the end on this rank."""
     dist.barrier()
     start = time.perf_counter()
     function()
@@ -103,7 +103,7 @@ def timed(function):
 
 
 def time_everything():
-    """Seconds of several ways to move BYTES bytes, on every rank."""
+    """Return the seconds of several ways to move BYTES bytes, on every rank."""
     rank = dist.get_rank()
     tensor, incoming = torch.zeros(2, BYTES // 4)
 
@@ -141,7 +141,7 @@ def test_everything_takes_as_long_as_the_formula(mode, world_size):
 
 
 def to_and_fro():
-    """Seconds of a small message from rank 0 to rank 1 and back."""
+    """Return the seconds of a small message from rank 0 to rank 1 and back."""
     small = torch.zeros(1)
     first, second = [(dist.send, dist.recv), (dist.recv, dist.send)][dist.get_rank()]
     peer = 1 - dist.get_rank()
@@ -154,7 +154,9 @@ def test_latency_counts_once_each_way():
 
 
 def two_hosts():
-    """Seconds from rank 0 to its neighbour on the same host, and on to the other host."""
+    """Return the seconds from rank 0 to its neighbour on the same host, and on to the other
+    host.
+    """
     rank = dist.get_rank()
     tensor = torch.zeros(BYTES // 4)
     between = []
