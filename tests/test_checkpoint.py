@@ -172,7 +172,7 @@ def test_a_full_disk_loses_nothing(tmp_path):
     assert message.startswith(f'no checkpoint could be written to "{tmp_path}": File too large')
     assert files == [".writer", ".writer.lock", "checkpoint-00000001.pt"] and kept
     with pytest.raises(CheckpointError, match="no checkpoint could be written"):
-        # No folder can be made there.
+        # No folder can be made below a file.
         checkpoint.save(tmp_path / "checkpoint-00000001.pt" / "run", state_of(1))
 
 

@@ -15,7 +15,7 @@ from ddp_exercises.tasks import find
 CLINIC = Path(__file__).parents[1] / "exercises" / "clinic"
 find("11.5")
 CAUSES = sys.modules["exercise_checks.11"].CAUSES
-FAILS = {  # exit code, and what is printed
+FAILS = {  # A patient has an exit code, and prints some words.
     1: (1, "Received data size doesn't match"),
     2: (1, "Timed out waiting"),
     3: (1, "Received data size doesn't match"),

@@ -152,7 +152,7 @@ def threads_after_the_group():
         parallel(torch.ones(1, 2)).sum().backward()
         counts.append(sum(thread.name == "communication" for thread in threading.enumerate()))
         del parallel, model
-    communication._threads.clear()  # as when the process group is destroyed
+    communication._threads.clear()  # The destruction of a process group does the same.
     gc.collect()
     [thread.join(10) for thread in threading.enumerate() if thread.name == "communication"]
     return counts, sum(thread.name == "communication" for thread in threading.enumerate())

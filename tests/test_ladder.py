@@ -129,6 +129,6 @@ def test_targets_that_do_not_fit_are_refused_by_every_stage(targets):
     for words in launch(refusals, targets, world_size=2):
         assert words.keys() == set(OWN) - {"8"}
         assert all("cross entropy needs classes as targets" in each for each in words.values())
-    # Of a pipeline only the last stage knows the targets.
+    # Only the last stage of a pipeline knows the targets.
     with pytest.raises(RankError, match="rank 1: ValueError: cross entropy needs classes"):
         launch(trained_by, "8", None, None, targets, world_size=2)

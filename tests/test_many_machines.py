@@ -273,7 +273,7 @@ def test_the_kubernetes_job(tmp_path):
     [container] = workers["template"]["spec"]["containers"]
     assert container["name"] == "pytorch", "the operator looks for this name"
     environment = {entry["name"]: entry["value"] for entry in container["env"]}
-    environment |= {  # what the operator adds
+    environment |= {  # The operator adds these.
         "PET_NNODES": f"{policy['minReplicas']}:1",
         "PET_NPROC_PER_NODE": str(policy["nProcPerNode"]),
         "PET_RDZV_BACKEND": policy["rdzvBackend"],

@@ -109,7 +109,7 @@ def test_the_trips_of_the_map_name_modules_that_exist():
     assert len(named) > 20
     beside = [name for name in named if not re.search(rf"\b{re.escape(name)} ", listed)]
     missing = [name for name in beside if not (ROOT / name).is_file()]
-    assert missing == ["checks/NN.py"]  # These are beside the exercises.
+    assert missing == ["checks/NN.py"]  # The checks stand beside the exercises.
     assert re.search(r"^ddp_course/wire.py +Send and receive between ranks", listed, re.MULTILINE)
 
 

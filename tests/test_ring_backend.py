@@ -118,7 +118,7 @@ def test_fully_shard_trains_over_the_rings_two_halves(world_size, link):
     (expected, _), *_ = launch(sharded, None, world_size=world_size)
     for weights, _ in ranks:
         assert (weights - expected).abs().max() <= 1e-6 * expected.abs().max()
-    first = 7 * 12 + 12  # Its weights are freed after the forward pass, and gathered again.
+    first = 7 * 12 + 12  # The first layer is freed after the forward pass, and gathered again.
     gathered_and_summed = 2 * sizes_of(expected) + 4 * first
     sent = sum(sent for _, sent in ranks)
     assert sent == STEPS * (world_size - 1) * gathered_and_summed

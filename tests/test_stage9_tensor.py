@@ -13,13 +13,13 @@ from ddp_course.checkpoint import set_random_state
 from manyranks.devices import Device
 from manyranks.errors import RankError
 
-MESHES = [(1, 4), (2, 2), (4, 1), (1, 3)]  # (data, tensor)
+MESHES = [(1, 4), (2, 2), (4, 1), (1, 3)]  # These are pairs (data, tensor).
 
 
 def gpt(heads=4, dropout=0.0):
     torch.manual_seed(0)
     model = problems.ByteGPT(2, 32 * heads, 8, dropout).double()
-    nn.init.normal_(model.head.weight)  # or what the blocks do would hardly be felt
+    nn.init.normal_(model.head.weight)  # By default the blocks would hardly be felt.
     return model
 
 

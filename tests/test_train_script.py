@@ -280,7 +280,7 @@ def ranks_of(agent):
 )
 def test_ranks_end_when_their_torchrun_is_killed(tmp_path, program, seconds):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environ = {**os.environ, "TMPDIR": str(tmp_path)}  # a killed torchrun cannot tidy up
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}  # A killed torchrun cannot tidy up.
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     command = [*torchrun, "-m", *program.split()]
     job = subprocess.Popen(command, env=environ, cwd=tmp_path, **quiet)
@@ -332,7 +332,7 @@ def test_under_torchrun_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
             ranks_of(agent)[kill].send_signal(signal.SIGKILL)
         assert agent.wait(180) == 0, (tmp_path / "log").read_text()
     finally:
-        agent.terminate()  # torchrun ends its ranks then; nothing happens if it has ended
+        agent.terminate()  # torchrun ends its ranks, too.
         agent.wait(60)
     expected = launch(run, options, world_size=2)[0]
     loaded = checkpoint.load(tmp_path)
@@ -370,7 +370,8 @@ def test_the_ranks_of_a_slurm_job():
         and joined["MASTER_PORT"] == "24567"
     )
     assert from_slurm(task | {"MASTER_ADDR": "head", "MASTER_PORT": "7"})["MASTER_ADDR"] == "head"
-    assert from_slurm({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None  # the batch script itself
+    # The batch script itself is no rank.
+    assert from_slurm({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None
 
 
 @pytest.mark.parametrize(

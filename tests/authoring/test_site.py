@@ -163,7 +163,7 @@ def test_a_folded_cell_is_folded_on_its_page_too():
 def test_an_explorer_has_a_picture_for_every_position(monkeypatch):
     small = widgets.ring_stepper(3)
     ranks = small.controls["world_size"]
-    ranks.options = [2, 3]  # of 8: this is about positions, not about time
+    ranks.options = [2, 3]  # Two of the options are enough here.
     ranks.value = 3
     monkeypatch.setattr(explorers.widgets, "rebuild", lambda recipe: small)
     drawn = json.loads(explorers.drawn({}, 1000))

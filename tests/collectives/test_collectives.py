@@ -49,7 +49,7 @@ def test_sums(name, world_size):
             )
 
 
-ELEMENTS = 960  # Every number of ranks here divides it.
+ELEMENTS = 960  # Every number of ranks here divides this length.
 
 
 def hosts_of(size):

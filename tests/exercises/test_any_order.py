@@ -195,7 +195,7 @@ HANDED_ON = """
     if dist.get_rank() == 1:
         wire.recv(torch.ones(1), 0)
 """
-REFUTED = {  # These are of one task of each exercise whose answers send.
+REFUTED = {  # There is one task of each exercise whose answers send.
     "3.1": [("wire.send(", "send_touched(")],
     "4.3": [],
     "5.3": [("    futures = []\n", f"{HANDED_ON}    futures = []\n")],

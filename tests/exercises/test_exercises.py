@@ -394,7 +394,7 @@ def test_committed_notebooks(number, folder):
             assert not cell.outputs and cell.execution_count is None
         if role == "check" and folder == "solutions":
             number = cell.metadata.ddp_course.task
-            said = CORRECT if find(number).inputs(0) else "correct."  # There is nothing to draw.
+            said = CORRECT if find(number).inputs(0) else "correct."  # Some draw none.
             assert [output.text for output in cell.outputs] == [f"Exercise {number}: {said}\n"]
     if folder == "exercises":
         assert "raise NotImplementedError" in json.dumps(notebook)

@@ -61,7 +61,7 @@ def new_ids(notebook):
     front of an answer.
     """
     for place, cell in enumerate(notebook.cells):
-        cell["id"] = f"new-{place}"  # the metadata still name the task
+        cell["id"] = f"new-{place}"  # The metadata still name the task.
         if cell.cell_type == "code":
             cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text="x" * (6 << 20))]
     answer = next(
@@ -112,7 +112,7 @@ TOLD = {
     "4.3": "a solution is no answer",
     "4.4": "your code calls torch's own",
     "4.5": "was expected",
-    "4.6": "your code raised",  # There is nothing to find in the folder.
+    "4.6": "your code raised",  # The solution is not in the folder.
 }
 
 

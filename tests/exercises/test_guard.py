@@ -26,7 +26,7 @@ from ddp_exercises.grading.submissions import find_submissions
 from ddp_exercises.tasks import cells_with, of_exercise, solution
 
 EXERCISES = load_exercises()
-SERVER = multiprocessing.get_context("forkserver")  # it loads torch once for all tests
+SERVER = multiprocessing.get_context("forkserver")  # The server loads torch once for all tests.
 SERVER.set_forkserver_preload(["ddp_exercises.grading.grader", "ddp_exercises.evidence"])
 
 
@@ -301,7 +301,7 @@ def test_a_launch_that_no_time_was_left_for_is_told_who_took_it(tmp_path, monkey
 
     def gathered(attempts, limits=None, *of_a_company, seconds=None):
         if limits is None:
-            return [Evidence({}, seconds=1.0)]  # This is the solution's.
+            return [Evidence({}, seconds=1.0)]  # This evidence is the solution's.
         if of_a_company and attempts[0].number == "1.1":
             return [Evidence(None, "not finished in time")]
         return []

@@ -48,7 +48,7 @@ from .streams import (
 )
 
 PATIENCE = float(os.environ.get("PRETEND_PATIENCE", 60))
-READ_ONLY = {"input_tensor", "input_tensors", "inputs", "input"}  # names of arguments
+READ_ONLY = {"input_tensor", "input_tensors", "inputs", "input"}  # Arguments have these names.
 MESSAGES = ("send", "recv_", "recv_any_source_")
 communicators = {}
 local = threading.local()

@@ -24,7 +24,7 @@ import nbformat
 from pretend_gpu import build, environment, read
 
 ROOT = Path(__file__).resolve().parents[2]
-WAITS = Path(__file__).with_name("waits.csv")  # places of the course that may wait for the GPU
+WAITS = Path(__file__).with_name("waits.csv")  # These places of the course may wait for the GPU.
 OTHER_WAITS = 20  # so often may the ranks of one GPU wait anywhere else
 PATIENCE = 900  # seconds of a cell: eight ranks may share two cores with other programs
 TABLE = ROOT / "results" / "gpu_rehearsal.csv"

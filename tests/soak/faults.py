@@ -46,7 +46,7 @@ def unharmed(options, world_size):
     def run():
         from ddp_course import train
 
-        torch.set_num_threads(1)  # torchrun does the same
+        torch.set_num_threads(1)  # torchrun sets the same.
         train.say = lambda text: None
         return train.run(train.parse(options))
 
@@ -103,7 +103,7 @@ def run_with_faults(options, world_size, minutes, every, pause, chance, folder, 
                     due = now + every * chance.uniform(0.5, 1.5)
                 time.sleep(0.05)
         finally:
-            agent.terminate()  # nothing happens if it has ended
+            agent.terminate()  # This changes nothing if the agent has ended.
             agent.wait()
     assert agent.returncode == 0, Path(folder, "log").read_text()[-5000:]
     assert hurry.exists(), "the run ended before its time"

@@ -166,7 +166,7 @@ def left_behind(before, after):
     files = [name for name in os.listdir(tempfile.gettempdir()) if not name.startswith(TORCH_CACHE)]
     if files:
         found.append(f"left in the temporary folder: {files}")
-    if after["processes"] > 1:  # one is the server
+    if after["processes"] > 1:  # One of them is the server.
         found.append(f"{after['processes'] - 1} processes left")
     if after["files"] > before["files"]:
         found.append(f"open files grew from {before['files']} to {after['files']}")

@@ -87,7 +87,7 @@ def annotations_of(source):
 def keep_some(table, annotations, count, seed):
     """Draw `count` mutants from a session's table, none in an annotation; delete the others."""
     place = "start_pos_row, start_pos_col"
-    order = "operator_name, operator_args, occurrence"  # job_id is another number every time
+    order = "operator_name, operator_args, occurrence"  # The job_id is another number every time.
     jobs = []
     others = []
     for job, *at in table.execute(f"SELECT job_id, {place} FROM mutation_specs ORDER BY {order}"):
@@ -122,7 +122,8 @@ def mutate(copy, module, tests, count, seed, seconds):
             arguments, cwd=copy, env=environment, check=True, capture_output=True, text=True
         ).stdout
 
-    cosmic_ray("cosmic-ray", "baseline", config.name)  # it stops if the tests fail without a mutant
+    # The run stops if the tests fail without a mutant.
+    cosmic_ray("cosmic-ray", "baseline", config.name)
     cosmic_ray("cosmic-ray", "init", config.name, session.name)
     with sqlite3.connect(session) as table:
         keep_some(table, annotations_of((copy / module).read_text(encoding="utf-8")), count, seed)

@@ -60,7 +60,7 @@ def shared_layer(DDP):
 
 
 def hook_of_another_layer(DDP, act):
-    """Call `act(gradient)` on the last layer's gradient just before the first layer's is computed."""
+    """Call `act(gradient)` on the last layer's gradient before the first layer's is computed."""
     layers = nn.Sequential(linear(), linear(), linear())
     layers[0].register_full_backward_hook(
         lambda *_: [act(p.grad) for p in layers[2].parameters()] and None
@@ -104,7 +104,7 @@ def flat_gradients(DDP):
 
 
 def parameter_as_output(DDP):
-    """Train a model that returns one of its parameters; nothing may be left on that after the pass."""
+    """Train a model that returns one of its parameters; nothing may be left on that afterwards."""
 
     class Returning(nn.Module):
         def __init__(self):

@@ -65,7 +65,7 @@ def test_case(name, kind, world_size):
     assert not failures, "\n".join(failures)
 
 
-# Bucket for bucket; bit for bit, the random programs compare
+# These tests compare buckets; the random programs compare bits.
 
 SETTINGS = {
     "defaults": {},
@@ -161,7 +161,7 @@ def test_size_limits():
             size_limits(None, [1, bad])
 
 
-# What only ours has
+# These tests are of what only our wrapper has.
 
 
 def bf16_hook(DDP):

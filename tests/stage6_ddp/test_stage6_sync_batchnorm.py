@@ -163,7 +163,7 @@ def in_half_precision(dtype):
             .requires_grad_()
         )
         outputs = layer(inputs)
-        # Its sum over the batch is beyond float16.
+        # This gradient's sum over the batch is beyond float16.
         outputs.backward(torch.full_like(outputs, 400.0))
         results.append((outputs, inputs.grad, layer.weight.grad, layer.bias.grad))
     return results[0][0].dtype, [

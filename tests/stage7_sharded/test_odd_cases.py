@@ -34,7 +34,7 @@ def two_wrappers():
     wrapped = [
         FullyShardedDataParallel(torch.nn.Sequential(*part)) for part in (layers[:2], layers[2:])
     ]
-    # Its parameters are those of both wrappers.
+    # The loop's model has the parameters of both wrappers.
     trained(None, torch.nn.Sequential(*wrapped), tiny_batches(*place()))
     return torch.cat([weights(wrapper.restore()) for wrapper in wrapped])
 

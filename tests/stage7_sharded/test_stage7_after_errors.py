@@ -72,7 +72,7 @@ def outside_launch():
 
     Rank 1 fails between two blocks of the same size, and goes on.
     """
-    flight_recorder._own.memory = None  # This takes the recorder away, which compares.
+    flight_recorder._own.memory = None  # The recorder would find the difference first.
     model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)]).double()
     trap = Trap()
     parallel = FullyShardedDataParallel(

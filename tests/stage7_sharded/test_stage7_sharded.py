@@ -149,7 +149,7 @@ def test_it_agrees_with_torchs_zero_redundancy_optimizer_and_sends_what_the_form
     ranks = launch(torchs_zero, world_size=3)
     for ours, theirs, _ in ranks:
         assert torch.equal(ours, theirs)
-    # 4 steps, 2 (K-1) p bytes each.
+    # Each of 4 steps sends 2 (K-1) p bytes.
     assert sum(sent for *_, sent in ranks) == 4 * 2 * 2 * PARAMETERS * 8
 
 
@@ -230,7 +230,7 @@ def peak_of_a_step(layers):
     # M_MMAP_THRESHOLD: memory that is freed goes back at once.
     ctypes.CDLL(None).mallopt(-3, 1 << 16)
 
-    problem = problems.make("synthetic", width=512)  # Its data are there before and after.
+    problem = problems.make("synthetic", width=512)  # The data count before and after.
 
     def make_training(count):
         problem.layers = count
@@ -250,7 +250,7 @@ def peak_of_a_step(layers):
     before = memory("VmRSS")
     big = make_training(layers)
     step(*big)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # The peak starts anew.
     step(*big)
     return memory("VmHWM") - before
 

@@ -73,7 +73,7 @@ class Kernel:
         self.client.stop_channels()
         if self.manager.is_alive():
             self.manager.shutdown_kernel(now=True)
-        self.manager.cleanup_connection_file()  # a kernel that was killed has left it
+        self.manager.cleanup_connection_file()  # A kernel that was killed has left the file.
 
 
 @contextmanager

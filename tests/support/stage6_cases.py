@@ -135,7 +135,7 @@ def assert_mean(module, loss, slack=1.0):
 def assert_replicas_agree(tensors):
     """Assert that all ranks hold the same bits."""
     vectors = [tensor.detach().to_dense().reshape(-1).double() for tensor in tensors]
-    flat = torch.cat([torch.zeros(0), *vectors])  # There may be no tensors at all.
+    flat = torch.cat([torch.zeros(0), *vectors])  # `tensors` may be empty.
     for rank, other in enumerate(gathered(flat)):
         assert torch.equal(other, flat), f"rank {rank} has other values"
 

@@ -41,7 +41,7 @@ class OnCPU(ast.NodeTransformer):
     """
 
     def __init__(self):
-        self.test = ""  # the function that is being rewritten
+        self.test = ""  # This function is being rewritten.
 
     def visit_FunctionDef(self, node):
         outer = self.test

@@ -24,7 +24,7 @@ RAW = {
     "dtype": "float64",
 }
 NOT_COUNTED = ("1", "2", "6", "torch")
-NEARLY = ("2", "8")  # the closed forms of these leave something out
+NEARLY = ("2", "8")  # The closed forms of these stages leave something out.
 
 
 @pytest.fixture(
@@ -81,7 +81,7 @@ def test_times_and_timelines_are_there(results):
             assert {"forward", "backward", "update"} <= names
             assert ("communication" in names) == (stage.stage not in ("1", "2"))
     waiting = {stage.stage: stage.communication_ms for stage in results.stages}
-    assert waiting["1"] == 0 and waiting["2"] is None  # the copies of threads are not timed
+    assert waiting["1"] == 0 and waiting["2"] is None  # Copies between threads are not timed.
     assert results.world_size == 1 or waiting["3"] > 0
 
 

@@ -227,7 +227,8 @@ def test_on_a_phone_titles_stand_above_sliders_and_all_text_can_be_read(lab, the
         for cell in cells.all():
             cell.scroll_into_view_if_needed()
             for output in cell.locator(".jp-OutputArea-output").all():
-                assert output.evaluate(PALE) == []  # JupyterLab's own colours of code are its own
+                # Only outputs are ours: JupyterLab chooses the colours of code.
+                assert output.evaluate(PALE) == []
 
 
 @pytest.mark.browser
@@ -238,7 +239,8 @@ def test_with_a_new_kernel_an_explorer_is_a_picture_that_says_how_to_wake_it(lab
         page.goto(url.replace("notebooks/00_start_here", "widgets"))
         explorer = page.locator(".jp-Notebook .jp-CodeCell").nth([*CELLS].index("alpha beta"))
         explorer.scroll_into_view_if_needed(timeout=90_000)
-        explorer.locator(".noUi-handle").first.wait_for(timeout=90_000)  # its kernel still runs
+        # The kernel of the page before still runs.
+        explorer.locator(".noUi-handle").first.wait_for(timeout=90_000)
         page.evaluate(RESTART)
         page.reload()
         explorer.scroll_into_view_if_needed(timeout=90_000)
@@ -326,7 +328,7 @@ def drag_every_slider(page, cell, name):
     assert handles.count() >= 1, name
     for index in reversed(range(handles.count())):
         before = cell.locator("img").get_attribute("src")
-        # The page may still move between the look and the grasp.
+        # The page may still move after the mouse has been placed and before its button is pressed.
         for last in (False, False, False, True):
             track = settled(cell.locator(".noUi-target").nth(index))
             assert track["width"] >= 300, "too short to drag"

@@ -33,7 +33,7 @@ from manyranks import clocks
 
 # torch 2.13 renamed it.
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-WIDTH = 8  # a row of N is multiplied by a matrix of WIDTH x WIDTH
+WIDTH = 8  # A row of N is multiplied by a matrix of WIDTH x WIDTH.
 COLLECTIVES = (
     "all_reduce",
     "broadcast",
@@ -45,9 +45,9 @@ COLLECTIVES = (
     "reduce_scatter",
     "all_to_all",
 )
-SHARED_TAG = 8  # of messages between any threads of two ranks
-SHARED = 3  # the group in whose sums any thread of a rank may take part
-COUNTS = (125, 250, 31)  # float32 of a message: at 1 Gbit/s they take 4, 8 and 0.992 microseconds
+SHARED_TAG = 8  # Messages between any threads of two ranks have this tag.
+SHARED = 3  # Any thread of a rank may take part in sums of this group.
+COUNTS = (125, 250, 31)  # So many float32 take 4, 8 and 0.992 microseconds at 1 Gbit/s.
 
 
 class Setting(NamedTuple):
@@ -89,7 +89,7 @@ class Writer:
         self.setting = setting
         self.draw = draw
         self.steps: dict = {(rank, 0): [] for rank in range(setting.world_size)}
-        self.pending: list = []  # pairs of a thread and the key that it will wait for
+        self.pending: list = []  # These are pairs of a thread and the key it will wait for.
         self.running: set = set(self.steps)
         self.keys = 0
 

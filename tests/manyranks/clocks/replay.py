@@ -41,7 +41,7 @@ class Message:
         self.key = key
         self.nbytes = nbytes
         self.posts = 0
-        self.value = 0  # what it carries
+        self.value = 0  # This is what it carries.
         self.booked = clock.event()
         self.ends = None
 
@@ -70,7 +70,7 @@ class Replay:
         self.wrong = wrong
         self.clock = simpy.Environment(initial_time=0)
         self.moments: dict = {thread: [] for thread in steps}
-        self.values: dict = {thread: [] for thread in steps}  # what arrived
+        self.values: dict = {thread: [] for thread in steps}  # This is what arrived.
         self.alive = {thread for thread in steps if thread[1] == 0}
         self.way_out: dict = defaultdict(int)
         self.way_in: dict = self.way_out if wrong == "one way" else defaultdict(int)
@@ -78,9 +78,9 @@ class Replay:
         self.messages: dict = {}
         self.collectives: dict = {}
         self.posted: dict = defaultdict(int)
-        self.due: list = []  # messages and collectives that are ready and not booked
-        self.turns: dict = {}  # events of threads that wait for their turn
-        self.posting: dict = {}  # the same, of threads that will post
+        self.due: list = []  # These messages and collectives are ready and not booked.
+        self.turns: dict = {}  # Threads wait for their turn by these events.
+        self.posting: dict = {}  # The threads of these events will post.
         self.works: dict = {}
         self.processes: dict = {}
         self.shared: dict = {}  # locks of queues and events, by rank and name

@@ -8,7 +8,7 @@ from replay import replay
 
 from manyranks import Device, Link, launch
 
-PER_LAUNCH = 29  # programs of one launch; 7 launches have 2 to 8 ranks, and 203 programs
+PER_LAUNCH = 29  # One launch has so many programs; 7 launches have 2 to 8 ranks, and 203 programs.
 WRONG = [
     "no turns",
     "late ways",
