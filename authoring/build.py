@@ -283,7 +283,7 @@ def slug(name):
 
 
 def unused(identifier, taken):
-    """`identifier`, with a number behind it if it is taken."""
+    """Return `identifier`, with a number behind it if it is taken."""
     candidate = identifier
     number = 2
     while candidate in taken:
@@ -356,8 +356,8 @@ def readme(root):
 
 
 def rungs():
-    """(number, module, ideas, times to average) of each module, in the order in which they are
-    climbed.
+    """Return (number, module, ideas, times to average) of each module, in the order in which
+    they are climbed.
     """
     rows = []
     for module in ladder.MODULES:
@@ -382,7 +382,7 @@ def ladder_table():
 
 
 def pictures(root):
-    """{path: text} of the drawings of an iteration."""
+    """Return {path: text} of the drawings of an iteration."""
     folder = root / "docs" / "figures"
     return {folder / name: drawing for name, drawing in drawings.iterations().items()}
 
@@ -439,7 +439,7 @@ def differing_documents(root):
 
 
 def patients(root):
-    """{path: script} of the clinic's patients: the healthy script with the edits of each."""
+    """Return {path: script} of the clinic's patients: the healthy script with the edits of each."""
     folder = root / "authoring" / "clinic"
     if not folder.exists():
         return {}
@@ -556,7 +556,7 @@ def without_paths(text, root):
 
 
 def local_paths(notebook, root):
-    """Paths of this machine that are left in the outputs."""
+    """Return the paths of this machine that are left in the outputs."""
     paths = set()
     texts = []
     for cell in notebook.cells:

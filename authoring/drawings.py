@@ -116,7 +116,7 @@ class Drawing:
         self.end_column(width, RANKS)
 
     def connect(self, x, y, radius, arrows):
-        """Three devices on a circle around (x, y), and arrows between them."""
+        """Draw three devices on a circle around (x, y), and arrows between them."""
         places = [
             (x + radius * cos(angle), y + radius * sin(angle))
             for angle in (-pi / 2, pi / 6, 5 * pi / 6)
@@ -146,8 +146,8 @@ class Drawing:
             self.text(x, y, [str(number)], size=max(9, 0.32 * radius), bold=True)
 
     def pieces(self, width, rows, tall=TALL / 2):
-        """Boxes along the time of each row: `rows` are lists of Pieces, of which the last one ends
-        last.
+        """Draw boxes along the time of each row: `rows` are lists of Pieces, of which the last one
+        ends last.
         """
         self.begin_column(RANKS)
         begin = self.x
@@ -199,7 +199,7 @@ RING = [(0, 1), (1, 2), (2, 0)]
 
 
 def data_parallel():
-    """Stage 2: the master does all but forward and backward."""
+    """Draw stage 2: the master does all but forward and backward."""
     drawing = Drawing(names=("master", "device 1", "device 2"))
     drawing.rows(64, ["batch", "all of it"], DATA, only=[0])
     hand_out = ["scatter, replicate", "to each a shard and", "a copy of the model"]
@@ -232,7 +232,7 @@ def one_after_the_other(drawing):
 
 
 def parameter_server():
-    """Stage 3: each rank has its own data and weights, and rank 0 averages."""
+    """Draw stage 3: each rank has its own data and weights, and rank 0 averages."""
     drawing = Drawing(gap=28)
     begin_of_a_rank(drawing, new=True)
     one_after_the_other(drawing)
@@ -243,7 +243,7 @@ def parameter_server():
 
 
 def ring_all_reduce():
-    """Stage 4: a ring in the place of the server."""
+    """Draw stage 4: a ring in the place of the server."""
     drawing = Drawing(gap=28)
     begin_of_a_rank(drawing)
     one_after_the_other(drawing)
@@ -253,7 +253,9 @@ def ring_all_reduce():
 
 
 def under_backward(drawing, unit, new):
-    """Backward, layer by layer, and below it the buckets, each of them on all ranks together."""
+    """Draw backward, layer by layer, and below it the buckets, each of them on all ranks
+    together.
+    """
     boxes = []
     for number in range(3):
         begin = unit * number
@@ -267,7 +269,7 @@ def under_backward(drawing, unit, new):
 
 
 def bucketed():
-    """Stage 5: buckets under the backward pass."""
+    """Draw stage 5: buckets under the backward pass."""
     drawing = Drawing(gap=30)
     begin_of_a_rank(drawing)
     under_backward(drawing, 108, new=True)
@@ -276,7 +278,7 @@ def bucketed():
 
 
 def complete():
-    """Stage 6: what a complete DDP does before and after that."""
+    """Draw stage 6: what a complete DDP does before and after that."""
     drawing = Drawing(gap=14)
     drawing.rows(84, ["shard {n}", "or none left"], DATA, new=True)
     drawing.all_ranks(98, ["buffers", "rank 0's to all"], TO_ALL)
@@ -288,7 +290,7 @@ def complete():
 
 
 def sharded():
-    """Stage 7, fully sharded: weights come for a moment, gradients go to their owner."""
+    """Draw stage 7, fully sharded: weights come for a moment, gradients go to their owner."""
     drawing = Drawing()
     drawing.rows(88, ["shard {n}", "1/3 of batch"], DATA)
     unit = 56  # A layer's forward pass is so wide, and `wide` its backward pass.
@@ -324,7 +326,7 @@ def sharded():
 
 
 def pipeline():
-    """Stage 8: each rank has its layers, and micro-batches go through them."""
+    """Draw stage 8: each rank has its layers, and micro-batches go through them."""
     drawing = Drawing(layers=("layer 1", "layer 2", "layer 3"))
     drawing.rows(104, ["whole batch", "in three parts"], DATA, new=True, only=[0])
     unit = 48  # A forward pass is so wide, and `wide` a backward pass.
@@ -356,7 +358,7 @@ def pipeline():
 
 
 def tensor_parallel():
-    """Stage 9: each rank has a slice of every layer, and activations are added up."""
+    """Draw stage 9: each rank has a slice of every layer, and activations are added up."""
     drawing = Drawing(gap=12)
     attention = ["attention", "1/3 of heads"]
     mlp = ["MLP", "1/3 of units"]
@@ -460,7 +462,7 @@ ITERATIONS = {
 
 
 def iterations():
-    """{name of a file: its text} of all pictures."""
+    """Return {name of a file: its text} of all pictures."""
     pictures = {}
     for number, iteration in ITERATIONS.items():
         svg = iteration.draw().svg(

@@ -76,8 +76,8 @@ def first_words() -> str:
 
 
 def addresses(path: str) -> dict[str, str]:
-    """{place: address that opens the notebook at `path`, a path in the repository}; empty where the
-    course has no address. Solutions are refused.
+    """Return {place: address that opens the notebook at `path`, a path in the repository}; empty
+    where the course has no address. Solutions are refused.
     """
     if not path.startswith(("notebooks/", "exercises/")):
         raise ValueError(f"badges open lessons and exercises, not {path}")

@@ -55,7 +55,9 @@ def names_in(node: ast.AST) -> set[str]:
 
 
 def assignments_side_by_side(tree: ast.AST) -> Iterator[Break]:
-    """`a, b = x, y`, unless a value needs what a name beside it was before, as in `a, b = b, a`."""
+    """Yield each `a, b = x, y`, unless a value needs what a name beside it was before: `a, b = b,
+    a`.
+    """
     for node in ast.walk(tree):
         if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
             continue
@@ -76,7 +78,7 @@ def comprehensions_inside(tree: ast.AST) -> Iterator[Break]:
 
 
 def conditions_inside(tree: ast.AST) -> Iterator[Break]:
-    """`x if c else y` anywhere but as a whole assignment, argument or return."""
+    """Yield each `x if c else y` that is not a whole assignment, argument or return."""
     parents = parents_of(tree)
     assignments = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)
     allowed = (*assignments, ast.Return, ast.keyword, ast.Lambda)
@@ -99,8 +101,8 @@ def is_boolean(node: ast.AST) -> bool:
 
 
 def is_words(node: ast.AST) -> bool:
-    """Return whether an expression is a text with words in it, which nobody means to repeat; one of
-    up to three letters may be a mark or a unit.
+    """Return whether an expression is a text with words in it; one of up to three letters may be a
+    mark or a unit.
     """
     if isinstance(node, ast.JoinedStr):
         return True
@@ -110,7 +112,7 @@ def is_words(node: ast.AST) -> bool:
 
 
 def booleans_as_numbers(tree: ast.AST) -> Iterator[Break]:
-    """`text * condition`, `1 + (a > b)`."""
+    """Yield each boolean that is used as a number, as in `text * condition` or `1 + (a > b)`."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.BinOp) or not isinstance(node.op, ARITHMETIC):
             continue
@@ -189,7 +191,9 @@ def variables_of(tree: ast.AST, classes: set[str]) -> set[str]:
 
 
 def numbers_for_fields(tree: ast.AST) -> Iterator[Break]:
-    """`each[2]`, where `each` is a NamedTuple of this module; and `self[2]` inside one."""
+    """Yield each `each[2]` where `each` is a NamedTuple of this module, and each `self[2]` inside
+    one.
+    """
     classes = named_tuples(tree)
     variables = variables_of(tree, classes)
     for node in ast.walk(tree):
@@ -217,7 +221,7 @@ def is_data(node: ast.AST) -> bool:
 
 
 def layouts_by_hand(tree: ast.AST, source: str) -> Iterator[Break]:
-    """`fmt: skip` and `fmt: off` where there is no table of data."""
+    """Yield each `fmt: skip` and `fmt: off` where there is no table of data."""
     ends: dict[int, list[ast.AST]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt | ast.expr) and not isinstance(node, ast.Name | ast.Constant):
@@ -263,7 +267,7 @@ def brackets_broken(source: str) -> Iterator[Break]:
 
 
 def in_one_row(rows: list[str]) -> str:
-    """Return the rows of a bracket as one."""
+    """Return the rows of a bracket joined to one."""
     text = rows[0]
     for row in filter(None, map(str.strip, rows[1:])):
         touching = text.endswith(OPENING) or row.startswith(CLOSING)

@@ -93,8 +93,8 @@ def write_sources(folder, pictures):
 
 
 def draw(recipes, pictures):
-    """{place: data} of all explorers, drawn in turn: a process that is forked beside torch's
-    threads may never end.
+    """Return {place: data} of all explorers, drawn in turn: a process that is forked beside
+    torch's threads may never end.
     """
     return {
         place: explorers.drawn(recipe, pictures)
@@ -157,7 +157,7 @@ def reference(folder):
 
 
 def rooms(package):
-    """{room: names of its modules} of a package: the files in it, and each folder in it."""
+    """Return {room: names of its modules} of a package: the files in it, and each folder in it."""
     whole = package.replace("/", ".")
     found = {f"{whole}: modules": []}
     for path in sorted((ROOT / package).iterdir()):

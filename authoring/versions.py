@@ -126,7 +126,7 @@ def output_of(python: Path, *words: str) -> str:
 
 
 def counts(printed: str) -> str:
-    """pytest's last line without its seconds: "2 failed, 88 passed"."""
+    """Return pytest's last line without its seconds: "2 failed, 88 passed"."""
     last = printed.splitlines()[-1].strip("= ")
     return re.sub(r" in [\d.]+s.*", "", last)
 

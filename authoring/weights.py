@@ -28,7 +28,7 @@ SMALLEST = 60  # A room with fewer lines of code has no density worth a limit.
 
 
 def measure(text):
-    """Counts of one file: nodes of the syntax tree, lines of code, and comments."""
+    """Return the counts of one file: nodes of the syntax tree, lines of code, and comments."""
     tree = ast.parse(text)
     docstrings = set()  # These are the lines of docstrings, which are no code.
     for node in ast.walk(tree):
@@ -48,7 +48,7 @@ def measure(text):
 
 
 def rooms(root=ROOT):
-    """Counts by room: a room is a folder of a package, with the folders inside it."""
+    """Return the counts by room: a room is a folder of a package, with the folders inside it."""
     counts = {}
     for package in {name.split("/")[0]: None for name in PACKAGES}:
         for path in sorted((root / package).rglob("*.py")):

@@ -49,8 +49,8 @@ FASTER = {"5": 3.2, "3": 1.2}
 
 
 def clock(args: argparse.Namespace) -> Part:
-    """Steps of 4 ranks that do not communicate, beside flops/rate; and the emulation's processor
-    time per operation.
+    """Return the steps of 4 ranks that do not communicate, beside flops/rate; and the emulation's
+    processor time per operation.
     """
     job = job_of({"K": 4, "cap_mb": 25.0})
     device = device_for(job, 4, 4 * RANK_SECONDS)
@@ -86,7 +86,9 @@ def median_step(ranks: list[list[float]]) -> float:
 
 
 def operation_us() -> float:
-    """Microseconds of processor time that a small product takes, at its best of several tries."""
+    """Return the microseconds of processor time that a small product takes, at its best of several
+    tries.
+    """
     matrix = torch.ones(8, 8)
     best = float("inf")
     for _ in range(TRIES):
@@ -121,8 +123,8 @@ def steps(args: argparse.Namespace) -> Part:
 
 
 def against_simulator(args: argparse.Namespace) -> Part:
-    """Random settings of stage 5: what emulated devices take, and what the simulator says that they
-    should.
+    """Compare what emulated devices take for random settings of stage 5 with what the simulator
+    says.
     """
     chance = random.Random(SEED)
     rows = []
@@ -172,7 +174,9 @@ def job_of(setting: dict[str, Any]) -> Job:
 
 
 def train(job: Job, stage: str) -> list[float]:
-    """On each rank: seconds of the steps of a stage, each rank on its share of the batch."""
+    """On each rank, return the seconds of the steps of a stage, each rank on its share of the
+    batch.
+    """
     record = Recording()
     batches = record.stamped(job.batches(dist.get_rank(), job.world_size))
     train_stage = ladder.find(stage).trainer({"bucket_cap_mb": job.bucket_cap_mb})

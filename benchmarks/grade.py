@@ -43,7 +43,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def throughput(args: argparse.Namespace) -> Part:
-    """Submissions per minute and core, and the peaks of memory in both halves of the time."""
+    """Grade a class of made-up submissions; return how many a minute and core takes, and the peaks
+    of memory in both halves of the time.
+    """
     exercises = load_exercises()
     with tempfile.TemporaryDirectory(prefix="ddp_course_bench_") as made:
         make_submissions(Path(made), args.exercise, args.count)
@@ -151,8 +153,8 @@ class watching_memory:
 
 
 def processor_seconds() -> float:
-    """Processor seconds of this process, of its children, and of their children that have ended, so
-    far.
+    """Return the processor seconds of this process, of its children, and of their children that
+    have ended, so far.
     """
     own = psutil.Process().cpu_times()
     seconds = own.user + own.system

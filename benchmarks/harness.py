@@ -230,7 +230,7 @@ def take_turns(
 
 
 def turns(count: int) -> Iterable[int]:
-    """0, 1, 2 …, with a progress bar in a terminal."""
+    """Return 0, 1, 2 …, with a progress bar in a terminal."""
     if not sys.stderr.isatty():
         return range(count)
     from tqdm.auto import tqdm  # Ranks show no bar and do not need tqdm.
@@ -241,8 +241,8 @@ def turns(count: int) -> Iterable[int]:
 def medians(
     ways: Mapping[str, Callable[[], float]], repeats: int, warm_up: int = 2
 ) -> dict[str, float]:
-    """On each rank: the median seconds of each way that returns seconds, the slowest rank's time
-    counting.
+    """On each rank, return the median seconds of each way that returns seconds, the slowest
+    rank's time counting.
     """
     seconds_of_ways = take_turns(ways, repeats, warm_up, agree=slowest)
     return {name: statistics.median(seconds) for name, seconds in seconds_of_ways.items()}

@@ -53,8 +53,8 @@ print(time.perf_counter() - begin)
 
 
 def compare(args: argparse.Namespace) -> Part:
-    """Median seconds of every way to start, in one row; the report has the seconds of each turn,
-    too.
+    """Return the median seconds of every way to start, in one row; the report has the seconds of
+    each turn, too.
     """
     ways = ways_to_start()
     launch(lambda: None, world_size=1)

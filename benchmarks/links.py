@@ -60,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def compare(args: argparse.Namespace) -> Part:
-    """Measured and textbook seconds, one row for each setting and algorithm."""
+    """Return the measured and textbook seconds, one row for each setting and algorithm."""
     settings = []
     for mode in usable_modes(args.modes.split(",")):
         world_sizes = args.world_sizes or WORLD_SIZES[mode]
@@ -116,8 +116,8 @@ def measure(link: links.Link, world_size: int, sizes: list[int], repeats: int) -
 
 
 def calibrated(link: links.Link) -> float:
-    """Bits per second that the link really carries, headers and all, from messages of four sizes to
-    and fro.
+    """Return the bits per second that the link really carries, headers and all, from messages of
+    four sizes to and fro.
     """
     longest = CALIBRATION_SECONDS * link.bandwidth / 8  # bytes
     sizes = [int(part * longest) // 8 * 8 for part in (0.25, 0.5, 0.75, 1.0)]
@@ -147,7 +147,7 @@ def ping_pong(sizes: list[int]) -> list[float]:
 
 
 def time_all(names: list[str], sizes: list[int], repeats: int) -> list[dict[str, list[float]]]:
-    """On each rank: for each size the seconds of every turn of each algorithm."""
+    """On each rank, return for each size the seconds of every turn of each algorithm."""
     turns = []
     for size in sizes:
         tensor = torch.zeros(size // 4)  # Zeros stay zeros, however often they are summed.

@@ -129,8 +129,8 @@ def fit_shaped_links(rows: Sequence[Row]) -> tuple[float, ...]:
 
 
 def calibrate_v100(rows: Sequence[Row]) -> tuple[float, float]:
-    """(bytes per second, interference) that explain best how 2 GPUs are slower than 1, over all
-    networks.
+    """Return (bytes per second, interference) that explain best how 2 GPUs are slower than 1,
+    over all networks.
     """
 
     def step_on_two_gpus(row, numbers):
@@ -154,7 +154,7 @@ def fit_schedules(rows: Sequence[Row]) -> tuple[float, ...]:
 
 
 def fit_protocols(rows: Sequence[Row]) -> tuple[float, ...]:
-    """Latencies and rates of the three protocols from rows by size, the largest last.
+    """Return the latencies and rates of the three protocols from rows by size, the largest last.
 
     LL sends a flag with every 4 bytes, LL128 with every 120, Simple none; so the lines are steep,
     flatter, flattest.
@@ -176,13 +176,13 @@ def fit_host(gpu: str) -> tuple[float, ...]:
 
 
 def today() -> list[tuple[Any, float]]:
-    """(run, tokens per second and GPU) of today's published runs."""
+    """Return (run, tokens per second and GPU) of today's published runs."""
     rows = facts.rows("transformer_throughput")
     return [(read_run(row)[0], row["tokens_per_s_per_gpu"]) for row in rows]
 
 
 def gpts() -> list[tuple[Any, float]]:
-    """(run, tokens per second and GPU) of the GPT steps of 2021."""
+    """Return (run, tokens per second and GPU) of the GPT steps of 2021."""
     pairs = []
     for row in facts.rows(published.GPT):
         run = read_run(row)[0]
@@ -191,7 +191,7 @@ def gpts() -> list[tuple[Any, float]]:
 
 
 def misses(pairs: Sequence[tuple[Any, float]], numbers: Any) -> np.ndarray:
-    """Predicted over measured, minus 1, of (run, tokens per second and GPU)."""
+    """Return predicted over measured, minus 1, of (run, tokens per second and GPU)."""
     ratios = []
     for run, measured in pairs:
         seconds = transformers.step(run, None, numbers).seconds
@@ -336,8 +336,9 @@ OF_BOTH = ("nothing", "launch", "touched", "hop", "moved", "logit", "score")  # 
 
 
 def ablation() -> list[Row]:
-    """Median errors, in percent, of models that lack a term, each fitted anew: of today's runs, of
-    models left out, of the GPTs of 2021, and of three ways at once, which no fit sees.
+    """Return the median errors, in percent, of models that lack a term, each fitted anew: of
+    today's runs, of models left out, of the GPTs of 2021, and of three ways at once, which no fit
+    sees.
     """
     rows = [without(title, today(), fixed) for title, fixed in WITHOUT.items()]
     pairs = [(replace(run, recompute=0.0), measured) for run, measured in today()]

@@ -79,8 +79,8 @@ def gpt_ms(row: Row, changed: Any = None) -> float:
 
 
 def global_batch(row: Row) -> int:
-    """Sequences of a step: 1,536 or 2,240, and 2,560 where 640 GPUs have 4 each (Narayanan et al.,
-    Table 2).
+    """Return the sequences of a step: 1,536 or 2,240, and 2,560 where 640 GPUs have 4 each
+    (Narayanan et al., Table 2).
     """
     if row["parameters"] == "174.6B":
         return 1536
@@ -88,8 +88,8 @@ def global_batch(row: Row) -> int:
 
 
 def megatron_tflops(row: Row, zero3: Sequence[float] | None = None, values: Any = None) -> float:
-    """TFLOP/s per GPU, by the authors' count of operations, of a row of their table, with the
-    constants of 2021 unless other `values` are given.
+    """Return the TFLOP/s per GPU, by the authors' count of operations, of a row of their table,
+    with the constants of 2021 unless other `values` are given.
 
     ZeRO-3 of 2021 reaches another share of the cards, and hides another part: `zero3`.
     """
@@ -118,8 +118,8 @@ CONTEXT = 1024
 
 
 def samples_per_s(row: Row, numbers: Sequence[float]) -> float:
-    """Samples per GPU and second of a row: a rate per model without idling, less what the schedule
-    idles and costs.
+    """Return the samples per GPU and second of a row: a rate per model without idling, less what
+    the schedule idles and costs.
 
     `numbers` are what a layer computes besides products with weights, in operations per token and
     unit of width; the share of ZB-2p's formula that idles; the speeds that 1F1B-I and the
@@ -162,8 +162,8 @@ PROTOCOLS = ("LL", "LL128", "Simple")
 
 
 def protocol_us(row: Row, numbers: Sequence[float]) -> float:
-    """Microseconds of an all-reduce by the fastest protocol; `numbers`: three latencies (µs), three
-    rates (µs/KiB).
+    """Return the microseconds of an all-reduce by the fastest protocol; `numbers`: three latencies
+    (µs), three rates (µs/KiB).
     """
     return min(
         latency + rate * row["KiB"] for latency, rate in zip(numbers[:3], numbers[3:], strict=True)

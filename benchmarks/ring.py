@@ -29,7 +29,7 @@ WAYS = {"gloo": dist.all_reduce, "stage 4": ring_all_reduce, "pipelined": pipeli
 
 
 def compare(args: argparse.Namespace) -> Part:
-    """Return the seconds of each way for every world size and message."""
+    """Time each way for every world size and message, as a part of the report."""
     rows = []
     for world_size in WORLD_SIZES:
         # All ranks have the same rows: the slowest one's times count.
@@ -53,7 +53,7 @@ def promised(rows: list[Row]) -> list[Promise]:
 
 
 def times(repeats: int) -> list[Row]:
-    """On each rank: median seconds of every way for every size."""
+    """On each rank, return the median seconds of every way for every size."""
     rows = []
     for mib in SIZES_MIB:
         tensor = torch.empty(mib * MIB // 4)  # A number has 4 bytes.

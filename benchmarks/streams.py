@@ -91,7 +91,7 @@ class Streams:
         self.leaving.append(self.writer.submit(self.write, tensor))
 
     def write(self, tensor: torch.Tensor) -> None:
-        """In the writer's thread: put all bytes of `tensor` into the stream."""
+        """Put all bytes of `tensor` into the stream, in the writer's thread."""
         start = perf_counter()
         try:
             self.outgoing.sendall(bytes_of(tensor))

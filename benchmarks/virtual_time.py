@@ -211,7 +211,7 @@ def speed(args: argparse.Namespace) -> Part:
 
 
 def cpu_seconds_of_launches() -> float:
-    """CPU seconds so far of the launch server and of all ranks that have ended."""
+    """Return the CPU seconds so far of the launch server and of all ranks that have ended."""
     # The server imports more after its first launch, and takes the next one when it has done so.
     for _ in range(2):
         launch(dist.get_rank, world_size=1)
@@ -220,13 +220,13 @@ def cpu_seconds_of_launches() -> float:
 
 
 def microseconds(link: Link | None) -> float:
-    """CPU microseconds of a post or a wait, of four in an exchange of small messages."""
+    """Return the CPU microseconds of a post or a wait, of four in an exchange of small messages."""
     seconds = launch(exchange, world_size=2, device="cpu", link=link)
     return 1e6 * max(seconds) / (4 * EXCHANGES)
 
 
 def exchange() -> float:
-    """CPU seconds of this thread while two ranks exchange small messages."""
+    """Return the CPU seconds of this thread while two ranks exchange small messages."""
     peer = 1 - dist.get_rank()
     outgoing = torch.ones(1)
     incoming = torch.zeros(1)
@@ -239,7 +239,7 @@ def exchange() -> float:
 
 
 def hosts(args: argparse.Namespace) -> Part:
-    """Stages in real time on virtual hosts, beside virtual time.
+    """Return the stages in real time on virtual hosts, beside virtual time.
 
     With messages of megabytes they must agree; with the small ones of the default comparison TCP's
     slow start shows, of which virtual time knows nothing.

@@ -37,7 +37,7 @@ MOST_SECONDS = 3.5  # a test that takes longer is not for `make test`
 
 
 def pytest_runtest_logreport(report):
-    """With DDP_COURSE_DURATIONS=FILE write down what each test costs: tests/durations.py makes the
+    """Write down what each test costs, with DDP_COURSE_DURATIONS=FILE; tests/durations.py makes the
     table from it.
     """
     path = os.environ.get("DDP_COURSE_DURATIONS")
@@ -93,7 +93,7 @@ OWN = re.compile(r"launching/server\.py|multiprocessing.(forkserver|resource_tra
 
 
 def descendants():
-    """Command lines of all processes that this one started, by pid, zombies aside."""
+    """Return the command lines of all processes that this one started, by pid, zombies aside."""
     alive = {}
     for process in psutil.Process().children(recursive=True):
         try:

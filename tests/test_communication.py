@@ -32,8 +32,8 @@ WRAPS = {
 
 
 def layers(width):
-    """Uneven layers, so that buckets of two wrappers that mix differ in size, or at least in
-    content.
+    """Return uneven layers, so that buckets of two wrappers that mix differ in size, or at least
+    in content.
     """
     return nn.Sequential(
         nn.Linear(6, width), SyncBatchNorm(width), nn.Tanh(), nn.Linear(width, 6)

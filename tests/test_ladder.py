@@ -78,7 +78,7 @@ def test_all_public_functions_of_the_stages_have_docstrings():
 
 
 def trained_by(key, loss, optimizer, targets):
-    """On a rank: the weights after two steps of a stage, and the losses."""
+    """On a rank, return the weights after two steps of a stage, and the losses."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     stage = ladder.STAGES[key]
@@ -114,7 +114,7 @@ def test_every_stage_takes_a_loss_and_an_optimizer():
 
 
 def refusals(targets):
-    """On a rank: what each stage says of these targets."""
+    """On a rank, return what each stage says of these targets."""
     words = {}
     for key in [key for key in OWN if key != "8"]:
         try:

@@ -99,7 +99,9 @@ def altered(notebook, world_size):
 
 
 def lessons_by_cost():
-    """Lessons as parameters: the two that take longest run with the rest of the slow tests."""
+    """Yield lessons as parameters: the two that take longest run with the rest of the slow
+    tests.
+    """
     for path in LESSONS:
         longest = path.name.startswith(("10_", "15_"))
         marks = () if longest else pytest.mark.lessons

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def locked_in(name):
-    """{package: version} of a lock."""
+    """Return {package: version} of a lock."""
     lines = (ROOT / name).read_text().splitlines()
     return dict(line.split("==") for line in lines if "==" in line)
 

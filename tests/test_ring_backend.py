@@ -49,7 +49,7 @@ def group_of(ring):
 
 
 def net(seed):
-    """168 parameters, all of which 2, 3 and 4 ranks cut evenly, in one bucket or many."""
+    """Return a net of 168 parameters, which 2, 3 and 4 ranks cut evenly, in one bucket or many."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 12, bias=False))
 

@@ -195,7 +195,7 @@ def test_schedules_that_cannot_work_are_refused(schedule, message):
 
 
 def deep_model(seed=0, inplace=True):
-    """Eight layers with parameters, so that four ranks have two stages each.
+    """Return eight layers with parameters, so that four ranks have two stages each.
 
     After each of them comes another one, and if `inplace`, some of these overwrite their input.
     """
@@ -370,7 +370,7 @@ def test_it_agrees_with_torchs_pipelining(schedule, name):
 
 
 def batch_norm():
-    """Running means of our pipeline and of torch's.
+    """Return the running means of our pipeline and of torch's.
 
     torch's is told the shapes: otherwise it would try one micro-batch to find them.
     """

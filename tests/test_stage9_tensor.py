@@ -42,7 +42,7 @@ def net():
 
 
 def batches(rank=0, ranks=1):
-    """Three global batches of 12 samples, or this rank's share of them."""
+    """Yield three global batches of 12 samples, or this rank's share of them."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
         data = torch.randint(256, (12, 9), generator=generator).tensor_split(ranks)[rank]
@@ -162,7 +162,7 @@ def test_it_agrees_with_torchs_parallelize_module():
 
 
 def step(model, option, clip):
-    """Gradients of a pass, after one that breaks off on all ranks; return their norm if they are
+    """Run a pass after one that breaks off on all ranks; return the gradients' norm if they are
     clipped.
     """
     inputs, targets = next(batches())
@@ -269,7 +269,9 @@ def test_what_cannot_be_split_stays_whole():
 
 
 def on_an_emulated_device():
-    """Gradients are looked at below the functions that a part allows; the distance is the same."""
+    """Train on a device that looks at gradients below the functions that a part allows; return the
+    distance.
+    """
     with Device("1GFLOP/s", "1GB/s").emulate(sleep=False):
         return distance(gpt, 2)
 

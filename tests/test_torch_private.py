@@ -147,8 +147,8 @@ def test_each_part_has_one_home():
 
 
 def twin_of_the_default_group():
-    """On a rank: are its ranks and timeout the group's, and do messages on one leave the other
-    alone?
+    """Return, on a rank, whether its ranks and timeout are the group's, and whether messages on one
+    leave the other alone.
     """
     group = torch_private.default_group()
     twin = torch_private.group_like(group)

@@ -72,8 +72,8 @@ def test_split_models_side_by_side(options):
 
 
 def stopped_and_resumed(cases, folder, options):
-    """For (stage, next stage): train half way with one, go on with the other; and never stopped at
-    all.
+    """Train half way with one stage and go on with another, for each (stage, next stage); and never
+    stop at all.
     """
     results = {}
     for number, (first, then) in enumerate(cases):
@@ -115,8 +115,8 @@ REAL = {
 
 
 def each_real_case(steps, folder):
-    """Stages 3 to 6 on both real problems up to `steps`, from the checkpoints in `folder` on:
-    {case: result}.
+    """Return {case: result} of stages 3 to 6 on both real problems up to `steps`, from the
+    checkpoints in `folder` on.
     """
     results = {}
     for stage, problem in product(("3", "4", "5", "6"), REAL):
@@ -133,8 +133,8 @@ def each_real_case(steps, folder):
 
 
 def stopped_twice(folder, world_size):
-    """Stopped before stage 6 rebuilds its buckets, and after; each leg in new processes. Rank 0's
-    results.
+    """Stop before stage 6 rebuilds its buckets, and after, each leg in new processes; return rank
+    0's results.
     """
     for steps in (1, 3):
         launch(each_real_case, steps, f"{folder}/stopped", world_size=world_size)

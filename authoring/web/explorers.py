@@ -65,8 +65,8 @@ def positions(control):
 
 
 def movable_ends(explorer):
-    """Sliders of whole numbers behind the first: how far they go may depend on those before
-    them.
+    """Return sliders of whole numbers behind the first: how far they go may depend on those
+    before them.
     """
     return [
         name
@@ -76,8 +76,8 @@ def movable_ends(explorer):
 
 
 def thinned(all_positions, first_values, most):
-    """`all_positions` {name: (label, value) pairs}, with pairs left out of the longest until `most`
-    pictures remain.
+    """Return `all_positions` {name: (label, value) pairs}, with pairs left out of the longest until
+    `most` pictures remain.
 
     Each slider's first value stays, and its ends as long as that can be.
     """

@@ -156,7 +156,7 @@ def test_the_guide_promises_what_the_code_keeps():
 
 
 def a_class(folder):
-    """Submissions of a class, with what may lie among them."""
+    """Return the submissions of a class, with what may lie among them."""
     (folder / "anna").mkdir(parents=True)
     for name in ("anna/08_first.ipynb", "anna/08_second.ipynb", "ben.IPYNB", "list.txt"):
         (folder / name).write_text(name)

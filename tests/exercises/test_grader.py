@@ -23,7 +23,7 @@ LOOP = "while True:\n    pass\n"
 
 
 def points(tasks):
-    """{task: points}."""
+    """Return {task: its points}."""
     return {number: task["points"] for number, task in tasks.items()}
 
 
@@ -117,7 +117,7 @@ TOLD = {
 
 
 def saved_outputs(notebook):
-    """Outputs of a full success below wrong answers, and checks that check nothing."""
+    """Put outputs of a full success below wrong answers, and checks that check nothing."""
     for cell in notebook.cells:
         about = cell.metadata.get("ddp_course", {})
         if about.get("role") == "check":
@@ -143,7 +143,7 @@ def shadowed_check(notebook):
 
 
 def without_checks(notebook):
-    """Unsolved, and no check cell left."""
+    """Leave an unsolved exercise without any check cell."""
     notebook.cells = [
         cell for cell in notebook_of(1, "exercises").cells if not cell.id.startswith("check")
     ]

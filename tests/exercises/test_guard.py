@@ -283,7 +283,7 @@ def test_an_answer_may_wait_longer_where_the_solution_took_longer(tmp_path):
 
 
 def verdicts_of(judge, answers, folder, seconds):
-    """{task: what is said of the answer}, where a submission has so many seconds left."""
+    """Return {task: what is said of the answer}, where a submission has so many seconds left."""
     verdicts = judge.verdicts(answers, str(folder), seconds)
     return {number: said.message for number, said in verdicts}
 

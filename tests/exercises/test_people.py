@@ -55,7 +55,7 @@ def lay_out(folder, files):
 
 
 def handed_in(*paths, roster=None):
-    """Sorted (learner, file) of all submissions."""
+    """Return sorted (learner, file) of all submissions."""
     submissions, _ = find_submissions(paths, roster)
     return sorted((work.learner, work.file) for work in submissions)
 

@@ -89,7 +89,7 @@ def use_of(counter):
 
 
 def functions():
-    """{name in torch.cuda: function}."""
+    """Return {name in torch.cuda: function}."""
     return {
         "Stream": Stream,
         "Event": Event,

@@ -143,7 +143,7 @@ def write(rows):
 
 
 def counts(text):
-    """Numbers of GPUs: "1,2"."""
+    """Return the numbers of GPUs in a text such as "1,2"."""
     return [int(number) for number in text.split(",")]
 
 

@@ -87,8 +87,8 @@ def sums():
 
 
 def gradients_of_stage_6(what, device):
-    """Three steps with a bitmap of unused parameters or SyncBatchNorm beside communication, a hook,
-    or uneven data.
+    """Take three steps with a bitmap of unused parameters or SyncBatchNorm beside communication, a
+    hook, or uneven data.
     """
     torch.manual_seed(0)
     norm = stage6_ddp.SyncBatchNorm(8) if "batch norm" in what else torch.nn.Identity()
@@ -117,8 +117,8 @@ def hooks_join_and_the_models_own_collectives():
 
 
 def everything():
-    """On each rank: {what: distance}, and {what: how often a step waits with few parts and with
-    many}.
+    """On each rank, return {what: distance}, and {what: how often a step waits with few parts
+    and with many}.
     """
     far = distances(["3", "4", "4w", "5", "6", "7", "7o", "8", "9"])
     far |= pipelines() | sums() | hooks_join_and_the_models_own_collectives()

@@ -80,7 +80,7 @@ class PretendTensor(torch.Tensor):
             self.block.use(Use(key, clock[key], writes, *self.span(), where), clock)
 
     def unfinished(self):
-        """Messages that are still on their way from or into these bytes."""
+        """Return the messages that are still on their way from or into these bytes."""
         start, end = self.span()
         return [one for one in self.block.messages if one.start < end and start < one.end]
 
@@ -252,7 +252,7 @@ def bare(value):
 
 
 def uses_of(facts, args, kwargs):
-    """(tensor, whether it is written) for all arguments."""
+    """Return (tensor, whether it is written) for all arguments."""
     uses = []
     for argument, writes in zip(args, facts.written, strict=False):
         uses += [(tensor, writes) for tensor in tensors_in(argument)]
@@ -428,7 +428,7 @@ def copy_from(source, target, *args, **kwargs):
 def attention(
     q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
 ):
-    """Attention as the CPU's own choice, so that the bits are the CPU's."""
+    """Return the attention as the CPU's own choice, so that the bits are the CPU's."""
     masked = attn_mask is not None and attn_mask.dtype == torch.bool
     if dropout_p or enable_gqa or q.dim() != 4 or masked:
         return A._scaled_dot_product_attention_math.default(

@@ -111,7 +111,9 @@ def kinds_of(findings):
 
 
 def marked(names):
-    """Parameters of a test: one is for make test-rest, and all others are for the week."""
+    """Return the parameters of a test: one is for make test-rest, and all others are for the
+    week.
+    """
     parameters = []
     for name in names:
         mark = pytest.mark.slow if name in ALWAYS else pytest.mark.weekly

@@ -106,7 +106,7 @@ def attempt(fault, world_size, names, chance):
 
 
 def attack(name, delay, stop):
-    """In a thread, interrupt the running launch or kill one of its processes, if the fault comes
+    """Interrupt the running launch or kill one of its processes, in a thread, if the fault comes
     from outside.
     """
     if name not in FROM_OUTSIDE:

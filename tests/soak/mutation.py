@@ -63,7 +63,9 @@ name = "local"
 
 
 def tests_of_modules():
-    """{module: the tests that check it}; of several patterns that fit the last one counts."""
+    """Return {module: the tests that check it}; of several patterns that fit the last one
+    counts.
+    """
     tests_of = {}
     for pattern, tests in TESTS.items():
         for file in sorted(ROOT.glob(pattern)):
@@ -73,7 +75,9 @@ def tests_of_modules():
 
 
 def annotations_of(source):
-    """(begin, end) of each annotation, both as (line, column): a fault there changes nothing."""
+    """Return (begin, end) of each annotation, both as (line, column): a fault there changes
+    nothing.
+    """
     places = []
     for node in ast.walk(ast.parse(source)):
         for name in ("annotation", "returns"):

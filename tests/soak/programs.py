@@ -280,7 +280,7 @@ class Player:
                 return  # no class promises what comes after a refusal
 
     def tensors(self):
-        """{name: tensor or None} of gradients, weights and buffers."""
+        """Return {name: tensor or None} of gradients, weights and buffers."""
         found = {}
         for index, model in enumerate(self.models):
             for name, p in model.named_parameters():
@@ -424,7 +424,7 @@ def difference(number):
 
 
 def differences(first, count, reached):
-    """{number: difference} of some programs on this rank."""
+    """Return {number: difference} of some programs on this rank."""
     warnings.simplefilter("ignore")
     found = {number: difference(number) for number in counted(first, count, reached)}
     return {number: text for number, text in found.items() if text}
@@ -501,8 +501,8 @@ EVERY = {
 
 
 def collective_difference(number, groups):
-    """Integers of a random shape, stride and type, summed in one or two threads, each on a group of
-    its own.
+    """Sum integers of a random shape, stride and type in one or two threads, each on a group of its
+    own.
     """
     draw = random.Random(number)
     rank = dist.get_rank()
@@ -530,7 +530,7 @@ def collective_difference(number, groups):
 
 
 def other_differences(first, count, reached):
-    """{number: difference} of stage 5 and of the collectives."""
+    """Return {number: difference} of stage 5 and of the collectives."""
     groups = [None, dist.new_group(list(range(dist.get_world_size()))), dist.new_group([0, 1])]
     found = {}
     for number in counted(first, count, reached):

@@ -268,7 +268,9 @@ class Player:
         return clipper.clip_grad_norm_(max_norm, norm_type).item()
 
     def state(self):
-        """State dicts of model and optimizer, whole; a pipeline has no optimizer of the whole."""
+        """Return the state dicts of model and optimizer, whole; a pipeline has no optimizer of the
+        whole.
+        """
         if self.stage == "8":
             for stage, part in enumerate(self.parts):
                 broadcast_parameters(part, src=stage % dist.get_world_size())

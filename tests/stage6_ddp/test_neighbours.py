@@ -29,8 +29,8 @@ def linear():
 
 
 def train(forward, module, steps=6):
-    """Gradients and weights after each step of training `module` with `forward`, on inputs of this
-    rank's own.
+    """Return the gradients and weights after each step of training `module` with `forward`, on
+    inputs of this rank's own.
     """
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     results = []
@@ -217,7 +217,7 @@ NEIGHBOURS = {
 
 
 def outcomes():
-    """{name: {class: tensors, or the error}} of all neighbours on this rank."""
+    """Return {name: {class: tensors, or the error}} of all neighbours on this rank."""
     warnings.simplefilter("ignore")
     results = {name: {} for name in NEIGHBOURS}
     for name, neighbour in NEIGHBOURS.items():

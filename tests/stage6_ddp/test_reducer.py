@@ -71,8 +71,8 @@ def test_rank_0_says_how_large_buckets_are():
 
 
 def without_data(settings, names):
-    """Gradients of models of one and of three parameters, where only rank 0 has data; and the
-    weights of the second.
+    """Return the gradients of models of one and of three parameters, where only rank 0 has data;
+    and the weights of the second.
     """
     found = []
     for model, arguments in ((Scale(), ()), (TwoOfThree(), (names,))):

@@ -42,8 +42,8 @@ def failure(case, kind):
 
 @functools.cache
 def outcomes(kind, world_size):
-    """Results of all cases from one launch; if that fails, one case spoilt it and each gets a
-    launch of its own.
+    """Return the results of all cases from one launch; if that fails, one case spoilt it and each
+    gets a launch of its own.
     """
     try:
         names = [name for name in CASES if kind != "torch" or name not in TORCH_FAILS]
@@ -78,7 +78,7 @@ SETTINGS = {
 
 
 def odd_model():
-    """Layers of several sizes, two dtypes, used in another order than defined."""
+    """Return layers of several sizes, two dtypes, used in another order than defined."""
     torch.manual_seed(0)
     sizes = [(13, 37), (37, 11), (11, 64), (64, 9)]
     stack = torch.nn.Sequential(*[torch.nn.Linear(*size) for size in sizes])
@@ -124,8 +124,8 @@ def test_buckets_are_torchs(world_size):
 
 
 def assignment_pair(seed):
-    """torch's and our assignment of random tensors: mixed dtypes, sparse ones, one or more limits,
-    an order or none.
+    """Return torch's and our assignment of random tensors: mixed dtypes, sparse ones, one or
+    more limits, an order or none.
     """
     draw = random.Random(seed)
     dtypes = [torch.float32, torch.float64, torch.float16]

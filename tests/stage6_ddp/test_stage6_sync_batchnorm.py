@@ -35,8 +35,8 @@ def shares(sizes, shape, step, offset=100.0):
 
 
 def against_batch_norm(sizes, shape, settings, layer_class=SyncBatchNorm):
-    """Outputs, gradients and buffers of the layer on the ranks, and of BatchNorm in float64 on the
-    whole batch.
+    """Return the largest error of the layer's outputs, gradients and buffers on the ranks, beside
+    those of BatchNorm in float64 on the whole batch.
     """
     sizes, kind = (
         sizes[: dist.get_world_size()],
@@ -178,8 +178,8 @@ def test_inputs_in_half_precision_beside_weights_in_float32(dtype):
 
 
 def in_a_model():
-    """Converted, wrapped and trained: the same weights as one process with BatchNorm on the whole
-    batch.
+    """Convert, wrap and train a model; return how far it ends from one process with BatchNorm on
+    the whole batch.
     """
 
     def make():

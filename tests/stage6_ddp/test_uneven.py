@@ -34,8 +34,8 @@ def train(parallel, steps):
 
 
 def joined_twice(kind):
-    """Means at the beginning of all passes, and the last gradient: rank 0 has data for longer, rank
-    1, neither.
+    """Return the means at the beginning of all passes, and the last gradient: rank 0 has data for
+    longer, rank 1, neither.
     """
     parallel = CLASSES[kind](torch.nn.BatchNorm1d(2))
     with parallel.join():

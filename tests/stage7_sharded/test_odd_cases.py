@@ -29,7 +29,7 @@ def trained(model, forward, batches):
 
 
 def two_wrappers():
-    """B(A(x)): the weights of both, sharded apart, after a few steps."""
+    """Train B(A(x)); return the weights of both, which are sharded apart, after a few steps."""
     layers = list(tiny_model())
     wrapped = [
         FullyShardedDataParallel(torch.nn.Sequential(*part)) for part in (layers[:2], layers[2:])
@@ -55,8 +55,8 @@ KINDS = {
 
 
 def beside_torch(name):
-    """torch's ZeroRedundancyOptimizer under its DDP, torch's fully_shard, and ours: weights after
-    accumulated steps.
+    """Return weights after accumulated steps: of torch's ZeroRedundancyOptimizer under its DDP, of
+    torch's fully_shard, and ours.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -114,7 +114,7 @@ def test_beside_torchs_own_with_accumulation_clipping_and_schedules(name):
 
 
 def buffers():
-    """Statistics of each rank's own samples, as they are saved."""
+    """Return the statistics of each rank's own samples, as they are saved."""
     parallel = FullyShardedDataParallel(
         torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
     )

@@ -22,7 +22,7 @@ X = torch.linspace(-1, 1, 16).view(4, 4)
 
 
 def fully_sharded():
-    """(what is trained, its optimizer)"""
+    """Return (what is trained, its optimizer)."""
     wrapper = FullyShardedDataParallel(net(bias=False))
     optimizer = Adam(wrapper.parameters(), lr=0.1)
     wrapper(X + dist.get_rank()).square().mean().backward()

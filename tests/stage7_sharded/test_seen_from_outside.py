@@ -88,7 +88,7 @@ def after_a_change(change, fully_sharded):
 
 
 def differences():
-    """{change: how far a sharded model is from an ordinary one}."""
+    """Return {change: how far a sharded model is from an ordinary one}."""
     gaps = {}
     for change in CHANGES:
         expected = after_a_change(change, False)

@@ -76,8 +76,8 @@ def laid_out_alike(optimizer):
 
 
 def sharded_beside_unsharded(dtypes=(torch.float32, torch.float64)):
-    """For each optimizer: weights and state dict, sharded and not, and the bytes of state that this
-    rank holds.
+    """Return, for each optimizer, weights and state dict, sharded and not, and the bytes of state
+    that this rank holds.
     """
     place = (dist.get_rank(), dist.get_world_size())
     results = {}
@@ -169,8 +169,8 @@ def steps_of(parallel, batches, optimizer=None):
 
 
 def fully_sharded_training():
-    """Weights after training, in several ways that must all agree; and how far stage 5 is from
-    it.
+    """Return the weights after training, in several ways that must all agree; and how far stage 5
+    is from it.
     """
     place = (dist.get_rank(), dist.get_world_size())
     results = {}
@@ -263,8 +263,8 @@ def memory(key):
 
 
 def allowed(layers, world_size):
-    """16 P/K bytes and a tenth, and two blocks: the one that computes and the one that is fetched
-    ahead.
+    """Return 16 P/K bytes and a tenth, and two blocks: the one that computes and the one that is
+    fetched ahead.
     """
     return 1.1 * 16 * layers * 512**2 / world_size + 2 * 4 * 512**2
 

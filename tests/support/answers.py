@@ -17,8 +17,8 @@ EXERCISES = sorted(int(path.stem) for path in (ROOT / "exercises/checks").glob("
 
 
 def tried(task, sources, seed):
-    """For the solution and each answer (as source) its evidence and its verdict, on the same
-    inputs.
+    """Return, for the solution and each answer (as source), its evidence and its verdict, on the
+    same inputs.
     """
     idle = "\n".join(f"def {name}(*args, **kwargs): pass" for name in task.names)
     known = [idle, *(answer.source for answer in known_wrong(task.number))]

@@ -21,7 +21,7 @@ ARGUMENTS = [
 
 
 def executable():
-    """Path of a Chromium or Chrome of this machine, or None."""
+    """Return the path of a Chromium or Chrome of this machine, or None."""
     names = ("chromium", "chromium-browser", "google-chrome")
     return next(
         (found for found in map(shutil.which, names) if found and Path(found).exists()), None

@@ -87,7 +87,7 @@ def weights(model):
 
 
 def trained_alone(steps=4, dtype=torch.float64):
-    """Weights after stage 1 on the whole batches: what every strategy must arrive at."""
+    """Return the weights after stage 1 on the whole batches: what every strategy must arrive at."""
     from ddp_course import stage1_single
 
     model = tiny_model(dtype=dtype)

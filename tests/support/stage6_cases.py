@@ -92,15 +92,15 @@ def ranks():
 
 
 def gathered(value):
-    """`value` of every rank."""
+    """Return `value` of every rank."""
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     return everyone
 
 
 def alone(module, loss, rank):
-    """Gradients, a dict by name, that `loss(module, rank)` would give on `rank` without any DDP;
-    None stays None.
+    """Return the gradients, a dict by name, that `loss(module, rank)` would give on `rank` without
+    any DDP; None stays None.
     """
     twin = copy.deepcopy(module)
     twin.zero_grad()
@@ -141,7 +141,7 @@ def assert_replicas_agree(tensors):
 
 
 def assert_raises(function, kinds, *words):
-    """`function` raises one of `kinds` with all `words` in the message."""
+    """Assert that `function` raises one of `kinds` with all `words` in the message."""
     try:
         function()
     except kinds as error:
@@ -211,7 +211,9 @@ class Words(nn.Module):
 
 
 def first_words(rank, step):
-    """Indices of words: others, and another number of them, on each rank and in each step."""
+    """Return the indices of words: others, and another number of them, on each rank and in each
+    step.
+    """
     return torch.arange(rank, rank + 3 + step)
 
 

@@ -169,7 +169,7 @@ def teach_sync_batchnorm(ddp):
 
 
 def stats(x, eps):
-    """Mean and 1/std of each channel."""
+    """Return mean and 1/std of each channel."""
     x = x.float()
     return x.mean(all_but_channels(x)), (x.var(all_but_channels(x), unbiased=False) + eps).rsqrt()
 

@@ -35,7 +35,7 @@ import on_cpu  # noqa: E402
 
 
 def listed(world_size):
-    """{test: seconds that torch's class takes}, those that this world size has."""
+    """Return {test: seconds that torch's class takes}, those that this world size has."""
     tests = {}
     for line in (HERE / "tests.txt").read_text().splitlines():
         columns = line.split("#")[0].split()

@@ -97,7 +97,7 @@ def test_results_are_saved_as_json_and_figure(results, tmp_path):
 
 
 def without_division(model, batches, lr):
-    """Stage 3 with the sum of the gradients where the mean should be."""
+    """Train as stage 3 does, with the sum of the gradients where the mean should be."""
 
     def total(tensors):
         stage3_paramserver.average_on_server(tensors)

@@ -449,7 +449,7 @@ def brightness(colour):
 
 
 def contrast(one, other):
-    """By WCAG 2: from 1 to 21."""
+    """Return the contrast of two colours by WCAG 2, from 1 to 21."""
     dark, light = sorted([brightness(one), brightness(other)])
     return (light + 0.05) / (dark + 0.05)
 

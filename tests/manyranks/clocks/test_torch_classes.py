@@ -209,8 +209,8 @@ def by_a_batch_of_messages():
 
 
 def by_whoever_is_first():
-    """Ranks 3, 2 and 1 send in this order of virtual time, and rank 0 receives in it; ties go by
-    rank.
+    """Send from ranks 3, 2 and 1 in this order of virtual time; rank 0 receives in it, and ties go
+    by rank.
     """
     rank = dist.get_rank()
     order = []

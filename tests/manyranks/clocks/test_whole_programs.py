@@ -28,7 +28,7 @@ LINK = Link("8Mbit", latency="1ms")  # a byte takes a microsecond
 
 
 def run_all(programs):
-    """On a rank: run programs one after the other; return what each returned."""
+    """Run programs on a rank, one after the other; return what each returned."""
     outcomes = {}
     for program in programs:
         dist.barrier()

@@ -187,7 +187,9 @@ def test_ranks_of_one_host_reach_each_other_fast(mode):
 
 
 def moments_of_messages_and_collectives():
-    """When each of these has ended, in seconds after the one before; 1 MB or 1 MB a step."""
+    """Return when each message and collective has ended, in seconds after the one before; a step
+    has 1 MB.
+    """
     dist.barrier()  # Ranks have imported this file, which takes them time.
     moments = [now()]
     tensor = torch.zeros(250_000)

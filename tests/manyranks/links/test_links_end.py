@@ -85,7 +85,7 @@ def holders(networks):
 
 
 def interfaces():
-    """Interfaces and mounts of this process's own namespaces."""
+    """Return the interfaces and mounts of this process's own namespaces."""
     return sorted(psutil.net_if_addrs()), Path("/proc/self/mountinfo").read_text()
 
 
