@@ -13,9 +13,9 @@ on their way.
   on all ranks.
 - `wait()` makes the current stream wait, not the processor.
 
-Who waits for a message that cannot come would hang; here that ends after PRETEND_PATIENCE
-seconds. The bytes are moved
-by a gloo group of the communicator's own, in a thread that stands for its stream.
+Who waits for a message that cannot come would hang; here that ends after PRETEND_PATIENCE seconds.
+The bytes are moved by a gloo group of the communicator's own, in a thread that stands for its
+stream.
 """
 
 import os

@@ -6,8 +6,8 @@ a real one would punish.
 
 A run fails if a cell raises, on a race, on a context that a rank opens beside the one on its own
 GPU, on a communicator that is made while a rank receives, and if the processor waits at one line
-more often than 20 times for each GPU, except where `waits.csv` says why.
-The table of all runs is results/gpu_rehearsal.csv.
+more often than 20 times for each GPU, except where `waits.csv` says why. The table of all runs is
+results/gpu_rehearsal.csv.
 """
 
 import argparse

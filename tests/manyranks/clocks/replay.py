@@ -1,17 +1,14 @@
 """An independent replay of programs (see `programs.py`), written from docs/VIRTUAL_TIME.md and
 nothing else, in simpy.
 
-simpy's clock counts whole picoseconds. Every thread is a process of simpy; an arbiter books what
-is due at a moment
-once nothing else happens at that moment: messages and collectives first, then one thread whose
-turn it is.
+simpy's clock counts whole picoseconds. Every thread is a process of simpy; an arbiter books what is
+due at a moment once nothing else happens at that moment: messages and collectives first, then one
+thread whose turn it is.
 
 A `wrong` rule makes a replay that must differ, to show that programs would notice: "no turns",
-"late ways" (a way out
-is free when the message arrives), "by arrival" (bookings in the order in which they became ready,
-not sorted), "early
-collectives" (ways need not be free), "one way" (in and out are one), "latency last" (the latency
-comes after the bytes).
+"late ways" (a way out is free when the message arrives), "by arrival" (bookings in the order in
+which they became ready, not sorted), "early collectives" (ways need not be free), "one way" (in and
+out are one), "latency last" (the latency comes after the bytes).
 """
 
 from collections import defaultdict, deque
