@@ -149,7 +149,7 @@ def add_ways_in(notebook, folder, topic, counterpart):
 
 
 def lesson(source):
-    """The notebook of one lesson, without outputs."""
+    """Return the notebook of one lesson, without outputs."""
     cells = read_cells(source)
     for cell in cells:
         if any(MARKER.match(line) for line in cell.source.splitlines()):
@@ -158,7 +158,7 @@ def lesson(source):
 
 
 def exercise(source, solved):
-    """The notebook of one exercise: with its solutions, or with NotImplementedError in their
+    """Return the notebook of one exercise: with its solutions, or with NotImplementedError in their
     places.
     """
     cells = read_cells(source)
@@ -187,9 +187,9 @@ def exercise(source, solved):
 
 
 def without_regions(text, where, solved, message):
-    """The text of a cell without its marked regions; if `solved`, with the solutions, and else with
-    a NotImplementedError of this `message` in their places. Refuses markers that are nested,
-    unclosed, misspelt or unopened.
+    """Return the text of a cell without its marked regions; if `solved`, with the solutions, and
+    else with a NotImplementedError of this `message` in their places. Refuses markers that are
+    nested, unclosed, misspelt or unopened.
     """
     lines = []
     inside = None  # This is the kind of the region that a line is in.
@@ -253,7 +253,7 @@ def check_tasks(cells, source):
 
 
 def read_cells(source):
-    """The cells of a py:percent file, with ids and without jupytext's own metadata."""
+    """Return the cells of a py:percent file, with ids and without jupytext's own metadata."""
     try:
         parsed = jupytext.read(source, fmt="py:percent")
     except Exception as error:
@@ -273,17 +273,17 @@ def read_cells(source):
 
 
 def first_words(cell):
-    """The first five words of a cell, to name it by."""
+    """Return the first five words of a cell, to name it by."""
     return " ".join(re.findall(r"\w+", cell.source)[:5])
 
 
 def slug(name):
-    """A name as an id: letters, digits and hyphens, at most 48."""
+    """Return a name as an id: letters, digits and hyphens, at most 48."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower())[:48].strip("-")
 
 
 def unused(identifier, taken):
-    """`identifier`, with a number behind it if it is taken."""
+    """Return `identifier`, with a number behind it if it is taken."""
     candidate = identifier
     number = 2
     while candidate in taken:
@@ -294,7 +294,7 @@ def unused(identifier, taken):
 
 
 def notebook_of(cells):
-    """A notebook with our fixed metadata."""
+    """Return a notebook with our fixed metadata."""
     return new_notebook(
         cells=cells, metadata={"kernelspec": dict(KERNEL), "language_info": dict(LANGUAGE)}
     )
@@ -329,7 +329,7 @@ def write(notebook, path):
 
 
 def without_outputs(path):
-    """The text of the notebook at `path` as it would be without any outputs."""
+    """Return the text of the notebook at `path` as it would be without any outputs."""
     notebook = nbformat.read(path, as_version=4)
     notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:
@@ -340,8 +340,8 @@ def without_outputs(path):
 
 
 def readme(root):
-    """The text of README.md with where its commands are typed, the caption of its figure, and the
-    table of `ladder.py`, each between its two marks.
+    """Return the text of README.md with where its commands are typed, the caption of its figure,
+    and the table of `ladder.py`, each between its two marks.
     """
     text = (root / "README.md").read_text()
     parts = {
@@ -356,8 +356,8 @@ def readme(root):
 
 
 def rungs():
-    """(number, module, ideas, times to average) of each module, in the order in which they are
-    climbed.
+    """Return (number, module, ideas, times to average) of each module, in the order in which
+    they are climbed.
     """
     rows = []
     for module in ladder.MODULES:
@@ -370,7 +370,7 @@ def rungs():
 
 
 def ladder_table():
-    """The ladder as the README's table, one row per module."""
+    """Return the ladder as the README's table, one row per module."""
     rows = [
         "| N | module | the one new idea | time to average p bytes over K ranks, link of b"
         " bytes/s |",
@@ -382,13 +382,13 @@ def ladder_table():
 
 
 def pictures(root):
-    """{path: text} of the drawings of an iteration."""
+    """Return {path: text} of the drawings of an iteration."""
     folder = root / "docs" / "figures"
     return {folder / name: drawing for name, drawing in drawings.iterations().items()}
 
 
 def caption(root):
-    """What the figure of the README shows, from the results that it was drawn from."""
+    """Return what the figure of the README shows, from the results that it was drawn from."""
     results = Comparison.from_json((root / "docs" / "figures" / "compare.json").read_text())
     speeds = {stage.stage: f"{stage.speed_up:.1f}" for stage in results.stages}
     devices = results.world_size
@@ -424,7 +424,7 @@ def report_differences(root, built, complete):
 
 
 def differing_documents(root):
-    """A line for each of README.md and the drawings that is not as its source."""
+    """Return a line for each of README.md and the drawings that is not as its source."""
     lines = []
     front = root / "README.md"
     if front.exists() and readme(root) != front.read_text():
@@ -439,7 +439,7 @@ def differing_documents(root):
 
 
 def patients(root):
-    """{path: script} of the clinic's patients: the healthy script with the edits of each."""
+    """Return {path: script} of the clinic's patients: the healthy script with the edits of each."""
     folder = root / "authoring" / "clinic"
     if not folder.exists():
         return {}
@@ -516,8 +516,8 @@ def tidy(notebook, path, root):
 
 
 def widget_ids(notebook):
-    """The ids of all widgets, which are drawn at random, in an order that is not: first those in
-    the outputs, then those that they refer to, and last the others, by their states.
+    """Return the ids of all widgets, which are drawn at random, in an order that is not: first
+    those in the outputs, then those that they refer to, and last the others, by their states.
     """
     widgets = notebook.metadata.get("widgets", {})
     of_kernel = widgets.get("application/vnd.jupyter.widget-state+json", {})
@@ -556,7 +556,7 @@ def without_paths(text, root):
 
 
 def local_paths(notebook, root):
-    """Paths of this machine that are left in the outputs."""
+    """Return the paths of this machine that are left in the outputs."""
     paths = set()
     texts = []
     for cell in notebook.cells:

@@ -56,7 +56,7 @@ class Drawing:
             self.text(LEFT / 2, TOP + STEP * row + TALL / 2, lines, size=13, bold=True)
 
     def text(self, x, y, lines, size=12.0, bold=False):
-        """Lines of text around (x, y); the first one is bold if `bold`."""
+        """Write lines of text around (x, y); the first one is bold if `bold`."""
         height = 1.25 * size
         baseline = y + 0.35 * size - height * (len(lines) - 1) / 2
         for number, line in enumerate(lines):
@@ -67,7 +67,7 @@ class Drawing:
             )
 
     def box(self, x, y, width, height, fill, new=False):
-        """A box; with a thick outline if it is new."""
+        """Draw a box; with a thick outline if it is new."""
         colour = NEW if new else LINE
         thickness = 3 if new else 1
         self.parts.append(
@@ -76,7 +76,7 @@ class Drawing:
         )
 
     def arrow(self, x1, y1, x2, y2):
-        """A straight arrow."""
+        """Draw a straight arrow."""
         self.parts.append(
             f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{LINE}"'
             ' stroke-width="1.6" marker-end="url(#head)"/>'
@@ -95,7 +95,7 @@ class Drawing:
         self.x += width + self.gap
 
     def rows(self, width, lines, fill, new=False, only=RANKS):
-        """The same box in each row, or in those of `only`; `{n}` in its lines is the row."""
+        """Draw the same box in each row, or in those of `only`; `{n}` in its lines is the row."""
         self.begin_column(only)
         for row in only:
             y = TOP + STEP * row
@@ -105,7 +105,9 @@ class Drawing:
         self.end_column(width, only)
 
     def all_ranks(self, width, lines, arrows, size=12.0):
-        """A new box over all rows, and in it who sends to whom: `arrows` are pairs of devices."""
+        """Draw a new box over all rows, and in it who sends to whom: `arrows` are pairs of
+        devices.
+        """
         self.begin_column(RANKS)
         self.box(self.x, TOP, width, BELOW - TOP, TOGETHER, new=True)
         middle = self.x + width / 2
@@ -114,7 +116,7 @@ class Drawing:
         self.end_column(width, RANKS)
 
     def connect(self, x, y, radius, arrows):
-        """Three devices on a circle around (x, y), and arrows between them."""
+        """Draw three devices on a circle around (x, y), and arrows between them."""
         places = [
             (x + radius * cos(angle), y + radius * sin(angle))
             for angle in (-pi / 2, pi / 6, 5 * pi / 6)
@@ -144,8 +146,8 @@ class Drawing:
             self.text(x, y, [str(number)], size=max(9, 0.32 * radius), bold=True)
 
     def pieces(self, width, rows, tall=TALL / 2):
-        """Boxes along the time of each row: `rows` are lists of Pieces, of which the last one ends
-        last.
+        """Draw boxes along the time of each row: `rows` are lists of Pieces, of which the last one
+        ends last.
         """
         self.begin_column(RANKS)
         begin = self.x
@@ -160,14 +162,16 @@ class Drawing:
             self.ends[row] = begin + pieces[-1].end
 
     def link_rows(self, x):
-        """A dashed line through all rows: what lies there is one and the same message exchange."""
+        """Draw a dashed line through all rows: what lies there is one and the same message
+        exchange.
+        """
         self.parts.append(
             f'<path d="M{x:g} {TOP + TALL}V{BELOW}" stroke="#6a51a3" stroke-width="1.6"'
             ' stroke-dasharray="3 3"/>'
         )
 
     def svg(self, title, description, number, changed):
-        """The whole picture, with what is new below it."""
+        """Return the whole picture, with what is new below it."""
         y = BELOW + 46
         self.box(LEFT, y - 13, 26, 18, "#ffffff", new=True)
         body = "\n".join(self.parts)
@@ -195,7 +199,7 @@ RING = [(0, 1), (1, 2), (2, 0)]
 
 
 def data_parallel():
-    """Stage 2: the master does all but forward and backward."""
+    """Draw stage 2: the master does all but forward and backward."""
     drawing = Drawing(names=("master", "device 1", "device 2"))
     drawing.rows(64, ["batch", "all of it"], DATA, only=[0])
     hand_out = ["scatter, replicate", "to each a shard and", "a copy of the model"]
@@ -212,23 +216,23 @@ def data_parallel():
 
 
 def begin_of_a_rank(drawing, new=False):
-    """What the rows of stages 3 to 5 begin with."""
+    """Draw what the rows of stages 3 to 5 begin with."""
     drawing.rows(116, ["shard {n}", "1/3 of the batch"], DATA, new)
     drawing.rows(98, ["forward", "same weights"], FORWARD)
 
 
 def update_of_a_rank(drawing, new=False):
-    """What the rows of stages 3 to 6 end with."""
+    """Draw what the rows of stages 3 to 6 end with."""
     drawing.rows(128, ["update", "weights stay equal"], UPDATE, new)
 
 
 def one_after_the_other(drawing):
-    """The backward pass of stages 3 and 4, which is over before anything is sent."""
+    """Draw the backward pass of stages 3 and 4, which is over before anything is sent."""
     drawing.rows(196, ["backward", "layer 3 → layer 2 → layer 1"], BACKWARD)
 
 
 def parameter_server():
-    """Stage 3: each rank has its own data and weights, and rank 0 averages."""
+    """Draw stage 3: each rank has its own data and weights, and rank 0 averages."""
     drawing = Drawing(gap=28)
     begin_of_a_rank(drawing, new=True)
     one_after_the_other(drawing)
@@ -239,7 +243,7 @@ def parameter_server():
 
 
 def ring_all_reduce():
-    """Stage 4: a ring in the place of the server."""
+    """Draw stage 4: a ring in the place of the server."""
     drawing = Drawing(gap=28)
     begin_of_a_rank(drawing)
     one_after_the_other(drawing)
@@ -249,7 +253,9 @@ def ring_all_reduce():
 
 
 def under_backward(drawing, unit, new):
-    """Backward, layer by layer, and below it the buckets, each of them on all ranks together."""
+    """Draw backward, layer by layer, and below it the buckets, each of them on all ranks
+    together.
+    """
     boxes = []
     for number in range(3):
         begin = unit * number
@@ -263,7 +269,7 @@ def under_backward(drawing, unit, new):
 
 
 def bucketed():
-    """Stage 5: buckets under the backward pass."""
+    """Draw stage 5: buckets under the backward pass."""
     drawing = Drawing(gap=30)
     begin_of_a_rank(drawing)
     under_backward(drawing, 108, new=True)
@@ -272,7 +278,7 @@ def bucketed():
 
 
 def complete():
-    """Stage 6: what a complete DDP does before and after that."""
+    """Draw stage 6: what a complete DDP does before and after that."""
     drawing = Drawing(gap=14)
     drawing.rows(84, ["shard {n}", "or none left"], DATA, new=True)
     drawing.all_ranks(98, ["buffers", "rank 0's to all"], TO_ALL)
@@ -284,7 +290,7 @@ def complete():
 
 
 def sharded():
-    """Stage 7, fully sharded: weights come for a moment, gradients go to their owner."""
+    """Draw stage 7, fully sharded: weights come for a moment, gradients go to their owner."""
     drawing = Drawing()
     drawing.rows(88, ["shard {n}", "1/3 of batch"], DATA)
     unit = 56  # A layer's forward pass is so wide, and `wide` its backward pass.
@@ -320,7 +326,7 @@ def sharded():
 
 
 def pipeline():
-    """Stage 8: each rank has its layers, and micro-batches go through them."""
+    """Draw stage 8: each rank has its layers, and micro-batches go through them."""
     drawing = Drawing(layers=("layer 1", "layer 2", "layer 3"))
     drawing.rows(104, ["whole batch", "in three parts"], DATA, new=True, only=[0])
     unit = 48  # A forward pass is so wide, and `wide` a backward pass.
@@ -352,7 +358,7 @@ def pipeline():
 
 
 def tensor_parallel():
-    """Stage 9: each rank has a slice of every layer, and activations are added up."""
+    """Draw stage 9: each rank has a slice of every layer, and activations are added up."""
     drawing = Drawing(gap=12)
     attention = ["attention", "1/3 of heads"]
     mlp = ["MLP", "1/3 of units"]
@@ -456,7 +462,7 @@ ITERATIONS = {
 
 
 def iterations():
-    """{name of a file: its text} of all pictures."""
+    """Return {name of a file: its text} of all pictures."""
     pictures = {}
     for number, iteration in ITERATIONS.items():
         svg = iteration.draw().svg(

@@ -35,8 +35,8 @@ if hosted and not importlib.util.find_spec("ddp_course"):
 
 
 def repository() -> str:
-    """The address of the course's repository on GitHub, such as https://github.com/owner/name; ""
-    while it is published nowhere.
+    """Return the address of the course's repository on GitHub, such as
+    https://github.com/owner/name; "" while it is published nowhere.
     """
     address = PUBLISHED.read_text(encoding="utf-8").strip()
     return "" if address == "nowhere" else address
@@ -68,7 +68,7 @@ def publish(address: str, root: Path) -> None:
 
 
 def first_words() -> str:
-    """How README.md says where its commands are typed: after a clone, or in this folder."""
+    """Return how README.md says where its commands are typed: after a clone, or in this folder."""
     home = repository()
     if home:
         return f"`git clone {home} && cd {home.rpartition('/')[2]}`, and there:"
@@ -76,8 +76,8 @@ def first_words() -> str:
 
 
 def addresses(path: str) -> dict[str, str]:
-    """{place: address that opens the notebook at `path`, a path in the repository}; empty where the
-    course has no address. Solutions are refused.
+    """Return {place: address that opens the notebook at `path`, a path in the repository}; empty
+    where the course has no address. Solutions are refused.
     """
     if not path.startswith(("notebooks/", "exercises/")):
         raise ValueError(f"badges open lessons and exercises, not {path}")
@@ -94,8 +94,9 @@ def addresses(path: str) -> dict[str, str]:
 
 
 def cells(folder: str, topic: str, other: str | None) -> list:
-    """The cells below the title: badges, with a link to the `other` notebook (exercise or lesson)
-    of this `topic`, and install. While the course is published nowhere only the links are there.
+    """Return the cells below the title: badges, with a link to the `other` notebook (exercise or
+    lesson) of this `topic`, and install. While the course is published nowhere only the links are
+    there.
     """
     lines = []
     for place, address in addresses(f"{folder}/{topic}.ipynb").items():

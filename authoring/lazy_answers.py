@@ -28,7 +28,7 @@ table says what each of them is told. `python authoring/lazy_answers.py` makes i
 
 
 def titles():
-    """{number of a task: its title} of all exercises."""
+    """Return {number of a task: its title} of all exercises."""
     found = {}
     for source in sorted((ROOT / "authoring" / "lessons").glob("*_exercise.py")):
         found.update(TITLE.findall(source.read_text(encoding="utf-8")))
@@ -36,7 +36,7 @@ def titles():
 
 
 def lazy_answers():
-    """[(task, lazy answer)] of all exercises, in the order of the tasks."""
+    """Return [(task, lazy answer)] of all exercises, in the order of the tasks."""
     pairs = []
     for path in sorted((ROOT / "exercises" / "answers").glob("*.py")):
         answers = [each for each in known_answers(int(path.stem)) if each.name.startswith(LAZY)]
@@ -46,7 +46,7 @@ def lazy_answers():
 
 
 def page():
-    """The text of docs/LAZY_ANSWERS.md."""
+    """Return the text of docs/LAZY_ANSWERS.md."""
     title_of = titles()
     rows = []
     for task, answer in lazy_answers():

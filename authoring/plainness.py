@@ -44,18 +44,20 @@ class Found(NamedTuple):
 
 
 def parents_of(tree: ast.AST) -> dict[ast.AST, ast.AST]:
-    """The parent of each node."""
+    """Return the parent of each node."""
     return {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
 
 
 def names_in(node: ast.AST) -> set[str]:
-    """Every name, attribute and item that an expression reads or writes, as source text."""
+    """Return every name, attribute and item that an expression reads or writes, as source text."""
     places = (ast.Name, ast.Attribute, ast.Subscript)
     return {ast.unparse(each) for each in ast.walk(node) if isinstance(each, places)}
 
 
 def assignments_side_by_side(tree: ast.AST) -> Iterator[Break]:
-    """`a, b = x, y`, unless a value needs what a name beside it was before, as in `a, b = b, a`."""
+    """Yield each `a, b = x, y`, unless a value needs what a name beside it was before: `a, b = b,
+    a`.
+    """
     for node in ast.walk(tree):
         if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
             continue
@@ -67,7 +69,7 @@ def assignments_side_by_side(tree: ast.AST) -> Iterator[Break]:
 
 
 def comprehensions_inside(tree: ast.AST) -> Iterator[Break]:
-    """A comprehension inside a comprehension."""
+    """Yield each comprehension inside a comprehension."""
     for node in ast.walk(tree):
         if isinstance(node, COMPREHENSIONS):
             inside = list(ast.walk(node))[1:]  # The first one is the node itself.
@@ -76,7 +78,7 @@ def comprehensions_inside(tree: ast.AST) -> Iterator[Break]:
 
 
 def conditions_inside(tree: ast.AST) -> Iterator[Break]:
-    """`x if c else y` anywhere but as a whole assignment, argument or return."""
+    """Yield each `x if c else y` that is not a whole assignment, argument or return."""
     parents = parents_of(tree)
     assignments = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)
     allowed = (*assignments, ast.Return, ast.keyword, ast.Lambda)
@@ -90,7 +92,7 @@ def conditions_inside(tree: ast.AST) -> Iterator[Break]:
 
 
 def is_boolean(node: ast.AST) -> bool:
-    """Whether an expression is a comparison, a `not`, or an `and` or `or` of these."""
+    """Return whether an expression is a comparison, a `not`, or an `and` or `or` of these."""
     if isinstance(node, ast.UnaryOp):
         return isinstance(node.op, ast.Not)
     if isinstance(node, ast.BoolOp):
@@ -99,8 +101,8 @@ def is_boolean(node: ast.AST) -> bool:
 
 
 def is_words(node: ast.AST) -> bool:
-    """Whether an expression is a text with words in it, which nobody means to repeat; one of up to
-    three letters may be a mark or a unit.
+    """Return whether an expression is a text with words in it; one of up to three letters may be a
+    mark or a unit.
     """
     if isinstance(node, ast.JoinedStr):
         return True
@@ -110,7 +112,7 @@ def is_words(node: ast.AST) -> bool:
 
 
 def booleans_as_numbers(tree: ast.AST) -> Iterator[Break]:
-    """`text * condition`, `1 + (a > b)`."""
+    """Yield each boolean that is used as a number, as in `text * condition` or `1 + (a > b)`."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.BinOp) or not isinstance(node.op, ARITHMETIC):
             continue
@@ -123,12 +125,14 @@ def booleans_as_numbers(tree: ast.AST) -> Iterator[Break]:
 
 
 def is_count(node: ast.AST) -> bool:
-    """Whether an expression is a number, written out."""
+    """Return whether an expression is a number, written out."""
     return isinstance(node, ast.Constant) and isinstance(node.value, int)
 
 
 def is_at_most_one(node: ast.AST) -> bool:
-    """Whether an expression has one element, or at most one: `[x]`, `(x,)`, `x[:1]`, `x[-1:]`."""
+    """Return whether an expression has one element, or at most one: `[x]`, `(x,)`, `x[:1]`,
+    `x[-1:]`.
+    """
     if isinstance(node, ast.List | ast.Tuple | ast.Set):
         return len(node.elts) == 1 and not isinstance(node.elts[0], ast.Starred)
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
@@ -139,7 +143,7 @@ def is_at_most_one(node: ast.AST) -> bool:
 
 
 def loops_over_one(tree: ast.AST) -> Iterator[Break]:
-    """A loop over one element as an assignment or an `if`; or over letters that are not used."""
+    """Yield each loop over one element, and each over letters of which none is used."""
     for node in ast.walk(tree):
         if isinstance(node, ast.For | ast.comprehension):
             if is_at_most_one(node.iter):
@@ -149,7 +153,7 @@ def loops_over_one(tree: ast.AST) -> Iterator[Break]:
 
 
 def iterators_repeated(tree: ast.AST) -> Iterator[Break]:
-    """`[iter(x)] * n`."""
+    """Yield each `[iter(x)] * n`."""
     for node in ast.walk(tree):
         is_product = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
         if is_product and ast.unparse(node.left).startswith("[iter("):
@@ -157,7 +161,7 @@ def iterators_repeated(tree: ast.AST) -> Iterator[Break]:
 
 
 def named_tuples(tree: ast.AST) -> set[str]:
-    """Names of the classes in a module that are NamedTuples."""
+    """Return the names of the classes in a module that are NamedTuples."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
@@ -168,12 +172,14 @@ def named_tuples(tree: ast.AST) -> set[str]:
 
 
 def called(node: ast.AST) -> str:
-    """The name of the function that a call calls; no name if this is no call."""
+    """Return the name of the function that a call calls; no name if this is no call."""
     return ast.unparse(node.func) if isinstance(node, ast.Call) else ""
 
 
 def variables_of(tree: ast.AST, classes: set[str]) -> set[str]:
-    """Names that are annotated with one of these classes, or assigned from a call of one."""
+    """Return the names that are annotated with one of these classes, or assigned from a call of
+    one.
+    """
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.arg):
@@ -185,7 +191,9 @@ def variables_of(tree: ast.AST, classes: set[str]) -> set[str]:
 
 
 def numbers_for_fields(tree: ast.AST) -> Iterator[Break]:
-    """`each[2]`, where `each` is a NamedTuple of this module; and `self[2]` inside one."""
+    """Yield each `each[2]` where `each` is a NamedTuple of this module, and each `self[2]` inside
+    one.
+    """
     classes = named_tuples(tree)
     variables = variables_of(tree, classes)
     for node in ast.walk(tree):
@@ -195,7 +203,7 @@ def numbers_for_fields(tree: ast.AST) -> Iterator[Break]:
 
 
 def indexed(tree: ast.AST, variables: set[str]) -> Iterator[Break]:
-    """Where one of these variables has a number for its index."""
+    """Yield each place where one of these variables has a number for its index."""
     for node in ast.walk(tree):
         numbered = isinstance(node, ast.Subscript) and is_count(node.slice)
         if numbered and ast.unparse(node.value) in variables:
@@ -203,7 +211,7 @@ def indexed(tree: ast.AST, variables: set[str]) -> Iterator[Break]:
 
 
 def is_data(node: ast.AST) -> bool:
-    """Whether a statement or a decorator holds a table: a display with several rows."""
+    """Return whether a statement or a decorator holds a table: a display with several rows."""
     for each in ast.walk(node):
         if isinstance(each, DISPLAYS):
             rows = each.keys if isinstance(each, ast.Dict) else each.elts
@@ -213,7 +221,7 @@ def is_data(node: ast.AST) -> bool:
 
 
 def layouts_by_hand(tree: ast.AST, source: str) -> Iterator[Break]:
-    """`fmt: skip` and `fmt: off` where there is no table of data."""
+    """Yield each `fmt: skip` and `fmt: off` where there is no table of data."""
     ends: dict[int, list[ast.AST]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt | ast.expr) and not isinstance(node, ast.Name | ast.Constant):
@@ -228,7 +236,8 @@ def layouts_by_hand(tree: ast.AST, source: str) -> Iterator[Break]:
 
 
 def brackets_broken(source: str) -> Iterator[Break]:
-    """A bracket over several rows that would fit in one, were it not for a comment in these rows.
+    """Yield each bracket over several rows that would fit in one, were it not for a comment in
+    these rows.
 
     A comma before the closing bracket says that its author wants a row for each element.
     """
@@ -258,7 +267,7 @@ def brackets_broken(source: str) -> Iterator[Break]:
 
 
 def in_one_row(rows: list[str]) -> str:
-    """The rows of a bracket as one."""
+    """Return the rows of a bracket joined to one."""
     text = rows[0]
     for row in filter(None, map(str.strip, rows[1:])):
         touching = text.endswith(OPENING) or row.startswith(CLOSING)
@@ -278,7 +287,7 @@ RULES = (
 
 
 def breaks(source: str, path: str = "") -> list[Found]:
-    """Every break of a rule in the source of one module, by line."""
+    """Return every break of a rule in the source of one module, by line."""
     tree = ast.parse(source)
     broken = [pair for rule in RULES for pair in rule(tree)]
     broken += layouts_by_hand(tree, source)
@@ -287,7 +296,9 @@ def breaks(source: str, path: str = "") -> list[Found]:
 
 
 def files(root: Path = ROOT) -> list[Path]:
-    """The Python files of all rooms, lessons too: their cells are what learners read most."""
+    """Return the Python files of all rooms, lessons too: their cells are what learners read
+    most.
+    """
     return [path for room in ROOMS for path in sorted((root / room).rglob("*.py"))]
 
 

@@ -13,7 +13,7 @@ PACKAGES = ("manyranks", "ddp_course", "ddp_exercises", "ddp_predictions")
 
 
 def public_functions(node: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDef]:
-    """The public functions and methods of a module."""
+    """Yield the public functions and methods of a module."""
     for child in node.body:
         if isinstance(child, ast.ClassDef | ast.FunctionDef) and child.name.startswith("_"):
             continue
@@ -24,7 +24,7 @@ def public_functions(node: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDe
 
 
 def errors_of(node: ast.AST) -> Iterator[str]:
-    """What a function raises itself, as source text; functions inside it do not count."""
+    """Yield what a function raises itself, as source text; functions inside it do not count."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.ClassDef | ast.Lambda):
             continue
@@ -34,7 +34,9 @@ def errors_of(node: ast.AST) -> Iterator[str]:
 
 
 def silent(source: str) -> list[tuple[int, str]]:
-    """The line and the name of each public function with a docstring that is silent on errors."""
+    """Return the line and the name of each public function with a docstring that is silent on
+    errors.
+    """
     functions = []
     for function in public_functions(ast.parse(source)):
         words = ast.get_docstring(function)

@@ -53,7 +53,9 @@ class Names(ast.NodeVisitor):
     visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_comprehension_of
 
     def visit_function(self, node) -> None:
-        """Its body looks names up whenever it is called: also those that this cell binds."""
+        """Note what a body reads: it looks names up whenever it is called, also those that this
+        cell binds.
+        """
         self.read |= names_from_outside(node)
         if not isinstance(node, ast.Lambda):
             self.bound.add(node.name)
@@ -65,7 +67,7 @@ class Names(ast.NodeVisitor):
 
 
 def names_from_outside(node: ast.AST) -> set[str]:
-    """The names that a function or a comprehension reads and does not bind itself."""
+    """Return the names that a function or a comprehension reads and does not bind itself."""
     inside = list(ast.walk(node))
     names = [each for each in inside if isinstance(each, ast.Name)]
     own = {name.id for name in names if isinstance(name.ctx, ast.Store)}
@@ -75,7 +77,7 @@ def names_from_outside(node: ast.AST) -> set[str]:
 
 
 def faults(lesson: Path) -> list[str]:
-    """A line for each name that is bound again after a cell has read it."""
+    """Return a line for each name that is bound again after a cell has read it."""
     readers: dict[str, str] = {}
     known: set[str] = set()
     lines = []

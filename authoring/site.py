@@ -93,8 +93,8 @@ def write_sources(folder, pictures):
 
 
 def draw(recipes, pictures):
-    """{place: data} of all explorers, drawn in turn: a process that is forked beside torch's
-    threads may never end.
+    """Return {place: data} of all explorers, drawn in turn: a process that is forked beside
+    torch's threads may never end.
     """
     return {
         place: explorers.drawn(recipe, pictures)
@@ -117,7 +117,7 @@ def write_page(folder, page, drawn):
 
 
 def first_page():
-    """The text of the first page: the comparison, the ladder, and where to start."""
+    """Return the text of the first page: the comparison, the ladder, and where to start."""
     values = {
         "repository": elsewhere.repository(),
         "name": elsewhere.repository().rsplit("/", 1)[1],
@@ -131,8 +131,8 @@ def first_page():
 
 
 def rung(number, module, ideas, times):
-    """One line of the ladder on the first page: the idea, which leads to its lesson, and what an
-    average costs.
+    """Return one line of the ladder on the first page: the idea, which leads to its lesson, and
+    what an average costs.
     """
     [lesson] = (ROOT / "notebooks").glob(f"{int(number):02}_*.ipynb")
     return f"{number}. [{ideas}](notebooks/{lesson.stem}.md) <span>{times}</span>"
@@ -157,7 +157,7 @@ def reference(folder):
 
 
 def rooms(package):
-    """{room: names of its modules} of a package: the files in it, and each folder in it."""
+    """Return {room: names of its modules} of a package: the files in it, and each folder in it."""
     whole = package.replace("/", ".")
     found = {f"{whole}: modules": []}
     for path in sorted((ROOT / package).iterdir()):
@@ -170,13 +170,13 @@ def rooms(package):
 
 
 def front():
-    """Where each name that `manyranks` has itself is defined."""
+    """Return where each name that `manyranks` has itself is defined."""
     homes = [getattr(manyranks, name) for name in manyranks.__all__]
     return [f"{each.__module__}.{each.__qualname__}" for each in homes]
 
 
 def modules(path):
-    """The names of all modules in a file or folder."""
+    """Return the names of all modules in a file or folder."""
     files = [path] if path.is_file() else sorted(path.rglob("*.py"))
     names = [file.relative_to(ROOT).with_suffix("") for file in files]
     return [".".join(name.parts).removesuffix(".__init__") for name in names]

@@ -64,8 +64,8 @@ def main() -> int:
 
 
 def fresh_environment(folder: Path, release: str) -> Path:
-    """The Python of a new environment that has this torch, the course, and else what the locks
-    say.
+    """Return the Python of a new environment that has this torch, the course, and else what the
+    locks say.
     """
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     python = folder / "bin" / "python"
@@ -82,7 +82,7 @@ def fresh_environment(folder: Path, release: str) -> Path:
 
 
 def tried(python: Path, whole: bool) -> dict[str, str]:
-    """The table's row about an environment: what fails is written down, and ends nothing."""
+    """Return the table's row about an environment: what fails is written down, and ends nothing."""
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
     if whole:
         target = "make test"
@@ -109,13 +109,15 @@ def tried(python: Path, whole: bool) -> dict[str, str]:
 
 
 def quick_tests() -> list[str]:
-    """The files that `make test-quick` runs."""
+    """Return the files that `make test-quick` runs."""
     text = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
     return re.search(r"^QUICK := (.*)$", text, re.MULTILINE)[1].split()
 
 
 def output_of(python: Path, *words: str) -> str:
-    """What a command of this Python printed, in the checkout; its errors are printed here."""
+    """Return what a command of this Python printed, in the checkout; its errors are printed
+    here.
+    """
     print(f"{python} {' '.join(words)[:100]}", flush=True)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -127,13 +129,13 @@ def output_of(python: Path, *words: str) -> str:
 
 
 def counts(printed: str) -> str:
-    """pytest's last line without its seconds: "2 failed, 88 passed"."""
+    """Return pytest's last line without its seconds: "2 failed, 88 passed"."""
     last = printed.splitlines()[-1].strip("= ")
     return re.sub(r" in [\d.]+s.*", "", last)
 
 
 def read() -> list[dict[str, str]]:
-    """The rows of the table."""
+    """Return the rows of the table."""
     with TABLE.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
@@ -150,17 +152,17 @@ def add(row: dict[str, str]) -> None:
 
 
 def about(row: dict[str, str]) -> tuple:
-    """What a row is about: the versions of torch and Python, as numbers, and the system."""
+    """Return what a row is about: the versions of torch and Python, as numbers, and the system."""
     return *map(numbers, (row["torch"], row["python"])), row["system"]
 
 
 def numbers(release: str) -> list[int]:
-    """The numbers of a version."""
+    """Return the numbers of a version."""
     return [int(number) for number in re.findall(r"\d+", release)]
 
 
 def page(rows: list[dict[str, str]]) -> str:
-    """The page about these rows."""
+    """Return the page about these rows."""
     lines = [" | ".join(COLUMNS), " | ".join("---" for _ in COLUMNS)]
     for row in rows:
         cells = [row[column] or NOT_RUN for column in COLUMNS[:-1]]

@@ -30,7 +30,7 @@ SMALLEST = 60  # A room with fewer lines of code has no density worth a limit.
 
 
 def measure(text):
-    """Counts of one file: nodes of the syntax tree, lines of code, and comments."""
+    """Return the counts of one file: nodes of the syntax tree, lines of code, and comments."""
     tree = ast.parse(text)
     docstrings = set()  # These are the lines of docstrings, which are no code.
     for node in ast.walk(tree):
@@ -50,7 +50,7 @@ def measure(text):
 
 
 def rooms(root=ROOT):
-    """Counts by room: a room is a folder of a package, with the folders inside it."""
+    """Return the counts by room: a room is a folder of a package, with the folders inside it."""
     counts = {}
     for package in {name.split("/")[0]: None for name in PACKAGES}:
         for path in sorted((root / package).rglob("*.py")):
@@ -61,7 +61,7 @@ def rooms(root=ROOT):
 
 
 def weight_of(name, totals):
-    """The nodes of a package without those of its parts that have a limit of their own."""
+    """Return the nodes of a package without those of its parts that have a limit of their own."""
     parts = [part for part in PACKAGES if part.startswith(f"{name}/")]
     return sum(
         nodes

@@ -55,7 +55,7 @@ HOSTS_BANDWIDTH = "1Gbit"
 
 
 def on_cpu(function: Callable, *args: Any, world_size: int, **settings: Any) -> Any:
-    """Rank 0's result of a launch on the CPU.
+    """Return rank 0's result of a launch on the CPU.
 
     A busy machine must not cost all rows, so the time limit is an hour.
     """
@@ -63,7 +63,7 @@ def on_cpu(function: Callable, *args: Any, world_size: int, **settings: Any) -> 
 
 
 def step_times(args: argparse.Namespace) -> Part:
-    """Seconds of a step with each wrapper for each network, model and K.
+    """Time a step with each wrapper, for each network, model and K.
 
     Where a model happens to lie in memory shifts its times by some percent. So the wrappers are
     made in several orders, each in a launch of its own; a row has the geometric means of the
@@ -84,7 +84,7 @@ def step_times(args: argparse.Namespace) -> Part:
 
 
 def means(launches: list[dict[str, float]]) -> dict[str, float]:
-    """{wrapper: the geometric mean of its seconds} of several launches."""
+    """Return {wrapper: the geometric mean of its seconds} over several launches."""
     seconds = {}
     for name in launches[0]:
         seconds[name] = statistics.geometric_mean([launched[name] for launched in launches])
@@ -92,7 +92,7 @@ def means(launches: list[dict[str, float]]) -> dict[str, float]:
 
 
 def ratios(row: Row) -> Row:
-    """A row of step times as it is printed."""
+    """Return a row of step times with ratios, as it is printed."""
     printed: Row = {name: row[name] for name in ("network", "model", "world_size") if name in row}
     printed["torch, ms"] = 1e3 * row["torch"]
     for name in row:
@@ -102,8 +102,8 @@ def ratios(row: Row) -> Row:
 
 
 def networks() -> dict[str, Link | None]:
-    """{name: link}: loopback, and virtual hosts if this machine allows them and can carry their
-    links.
+    """Return {name: link}: the loopback, and virtual hosts if this machine allows them and can
+    carry their links.
     """
     link = virtual_hosts(HOSTS_BANDWIDTH, max(WORLD_SIZES))
     if link is None:
@@ -112,8 +112,8 @@ def networks() -> dict[str, Link | None]:
 
 
 def virtual_hosts(bandwidth: str, world_size: int) -> Link | None:
-    """Links between virtual hosts, which torch's collectives feel too; None, with the reason
-    printed, if not here.
+    """Return links between virtual hosts, which torch's collectives feel too; print why there are
+    none, and return None.
     """
     try:
         link = Link(bandwidth, mode="hosts")
@@ -125,7 +125,7 @@ def virtual_hosts(bandwidth: str, world_size: int) -> Link | None:
 
 
 def promised_steps(rows: list[Row]) -> list[Promise]:
-    """What is promised of the ratios to torch's step time, over all rows."""
+    """Return what is promised of the ratios to torch's step time, over all rows."""
     with_gloo = [row["ours"] / row["torch"] for row in rows]
     with_ring = [row["ours, ring"] / row["torch"] for row in rows]
     promises = promises_of_ratios("step time, times torch's", with_gloo, GEOMETRIC_MEAN, EACH)
@@ -134,8 +134,7 @@ def promised_steps(rows: list[Row]) -> list[Promise]:
 
 
 def views_into_buckets(args: argparse.Namespace) -> Part:
-    """Seconds of a step with `gradient_as_bucket_view=True`, in both orders of making the wrappers,
-    a row for each.
+    """Time a step with `gradient_as_bucket_view=True`, in both orders of making the wrappers.
 
     As in `step_times`, a row has the geometric means of several launches' medians.
     """
@@ -159,8 +158,8 @@ def views_into_buckets(args: argparse.Namespace) -> Part:
 def wrappers_in_turn(
     model: str, repeats: int, order: tuple[str, ...], as_view: bool = False
 ) -> dict[str, float]:
-    """On each rank: median seconds of a step for each wrapper in `order`, each with a model of its
-    own.
+    """On each rank, return the median seconds of a step for each wrapper in `order`, each with a
+    model of its own.
     """
     ways = {}
     for name in order:
@@ -170,7 +169,7 @@ def wrappers_in_turn(
 
 
 def training_step(wrapper: Callable, model: str) -> Callable[[], float]:
-    """A function that trains one step on this rank's fixed batch and returns its seconds."""
+    """Return a function that trains one step on this rank's fixed batch and returns its seconds."""
     make_model, inputs, targets = model_and_batch(*MODELS[model])
     parallel = wrapper(make_model())
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
@@ -178,15 +177,17 @@ def training_step(wrapper: Callable, model: str) -> Callable[[], float]:
 
 
 def hook_costs(args: argparse.Namespace) -> Part:
-    """Microseconds per parameter that a wrapper adds to a step when nothing is communicated."""
+    """Measure the microseconds per parameter that a wrapper adds to a step without
+    communication.
+    """
     cost = on_cpu(cost_without_communication, 5 * args.repeats, world_size=1)
     promise = Promise("Python hooks, microseconds a parameter", cost["ours"], HOOK_MICROSECONDS)
     return Part([cost], [promise], [{f"{name}, us per parameter": us for name, us in cost.items()}])
 
 
 def cost_without_communication(repeats: int) -> dict[str, float]:
-    """On each rank: the difference to the bare model, for small parameters and a hook that sends
-    nothing.
+    """On each rank, return each wrapper's microseconds per parameter above the bare model's, for
+    small parameters and a hook that sends nothing.
     """
 
     def send_nothing(state, bucket):
@@ -211,8 +212,8 @@ def cost_without_communication(repeats: int) -> dict[str, float]:
 
 
 def forward_and_backward(module: torch.nn.Module, inputs: torch.Tensor) -> float:
-    """Processor seconds of a forward and backward pass in this thread, which other processes cannot
-    lengthen.
+    """Return the processor seconds of a forward and backward pass in this thread, which other
+    processes cannot lengthen.
     """
     began = time.thread_time()
     module.zero_grad()
@@ -221,7 +222,7 @@ def forward_and_backward(module: torch.nn.Module, inputs: torch.Tensor) -> float
 
 
 def memory(args: argparse.Namespace) -> Part:
-    """Peak bytes of tensors and peak resident bytes, each kind in processes of its own.
+    """Measure peak bytes of tensors and peak resident bytes, each kind in processes of its own.
 
     The smallest of `MEMORY_LAUNCHES` counts. A larger peak is due to chance: when gloo's thread
     frees a bucket, and how much of it malloc keeps.
@@ -245,7 +246,7 @@ def memory(args: argparse.Namespace) -> Part:
 
 
 def peak_bytes(kind: str, as_view: bool) -> dict[str, int]:
-    """On each rank: train with Adam; the peaks over model, gradients, buckets, optimizer and
+    """On each rank, train with Adam; return the peaks over model, gradients, buckets, optimizer and
     activations.
     """
     before = peak_resident()
@@ -270,13 +271,13 @@ def peak_bytes(kind: str, as_view: bool) -> dict[str, int]:
 
 
 def peak_resident() -> int:
-    """The most bytes of this process that were in memory at once, so far."""
+    """Return the most bytes of this process that were in memory at once, so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux says KiB.
 
 
 def overlap(args: argparse.Namespace) -> Part:
-    """Share of the all-reduces' time in which the backward pass was computing, from torch's
-    profiler for both.
+    """Measure by torch's profiler during which share of the all-reduces' time the backward pass was
+    computing.
     """
     rows = []
     promises = []
@@ -290,7 +291,7 @@ def overlap(args: argparse.Namespace) -> Part:
 
 
 def hidden_shares(model: str, repeats: int) -> dict[str, float]:
-    """On each rank: the median `hidden_share` of each wrapper's steps, which take turns."""
+    """On each rank, return the median `hidden_share` of each wrapper's steps, which take turns."""
 
     def profiled(train):
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -306,7 +307,7 @@ def hidden_shares(model: str, repeats: int) -> dict[str, float]:
 
 
 def hidden_share(events: list[Any]) -> float:
-    """Share of the time of gloo's all-reduces that has passed when the last gradient is
+    """Return the share of the time of gloo's all-reduces that has passed when the last gradient is
     computed.
     """
     computed = 0

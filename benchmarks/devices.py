@@ -49,8 +49,8 @@ FASTER = {"5": 3.2, "3": 1.2}
 
 
 def clock(args: argparse.Namespace) -> Part:
-    """Steps of 4 ranks that do not communicate, beside flops/rate; and the emulation's processor
-    time per operation.
+    """Return the steps of 4 ranks that do not communicate, beside flops/rate; and the emulation's
+    processor time per operation.
     """
     job = job_of({"K": 4, "cap_mb": 25.0})
     device = device_for(job, 4, 4 * RANK_SECONDS)
@@ -73,18 +73,22 @@ def clock(args: argparse.Namespace) -> Part:
 
 
 def device_for(job: Job, world_size: int, seconds: float) -> Device:
-    """A device that computes a rank's step of a job in so many seconds."""
+    """Return a device that computes a rank's step of a job in so many seconds."""
     flops = job.work(Device("1GFLOP/s"), world_size).flops  # They do not depend on the device.
     return Device(f"{flops / seconds}FLOP/s")
 
 
 def median_step(ranks: list[list[float]]) -> float:
-    """The median seconds of a step, of which the slowest rank's count, from those of each rank."""
+    """Return the median seconds of a step, of which the slowest rank's count, from those of each
+    rank.
+    """
     return statistics.median(max(step) for step in zip(*ranks, strict=True))
 
 
 def operation_us() -> float:
-    """Microseconds of processor time that a small product takes, at its best of several tries."""
+    """Return the microseconds of processor time that a small product takes, at its best of several
+    tries.
+    """
     matrix = torch.ones(8, 8)
     best = float("inf")
     for _ in range(TRIES):
@@ -96,7 +100,7 @@ def operation_us() -> float:
 
 
 def steps(args: argparse.Namespace) -> Part:
-    """The stages of the comparison, measured and ideal."""
+    """Return the stages of the comparison, measured and ideal."""
     rows = []
     promises = []
     for world_size, allowed in OFF_IDEAL.items():
@@ -119,8 +123,8 @@ def steps(args: argparse.Namespace) -> Part:
 
 
 def against_simulator(args: argparse.Namespace) -> Part:
-    """Random settings of stage 5: what emulated devices take, and what the simulator says that they
-    should.
+    """Compare what emulated devices take for random settings of stage 5 with what the simulator
+    says.
     """
     chance = random.Random(SEED)
     rows = []
@@ -143,8 +147,8 @@ def against_simulator(args: argparse.Namespace) -> Part:
 
 
 def both(setting: dict[str, Any], mode: str) -> dict[str, float]:
-    """Milliseconds of a step in one setting, emulated and simulated, and by how much the first is
-    longer.
+    """Return the milliseconds of a step in one setting, emulated and simulated, and by how much the
+    first is longer.
     """
     job = job_of(setting)
     world_size = setting["K"]
@@ -163,14 +167,16 @@ def both(setting: dict[str, Any], mode: str) -> dict[str, float]:
 
 
 def job_of(setting: dict[str, Any]) -> Job:
-    """The digits, in batches that any number of ranks can share."""
+    """Return the digits, in batches that any number of ranks can share."""
     return make_job(
         "digits", setting["K"], STEPS, 48 * setting["K"], bucket_cap_mb=setting["cap_mb"]
     )
 
 
 def train(job: Job, stage: str) -> list[float]:
-    """On each rank: seconds of the steps of a stage, each rank on its share of the batch."""
+    """On each rank, return the seconds of the steps of a stage, each rank on its share of the
+    batch.
+    """
     record = Recording()
     batches = record.stamped(job.batches(dist.get_rank(), job.world_size))
     train_stage = ladder.find(stage).trainer({"bucket_cap_mb": job.bucket_cap_mb})
@@ -179,7 +185,7 @@ def train(job: Job, stage: str) -> list[float]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark."""
+    """Add the options of this benchmark."""
     parser.add_argument(
         "--settings", type=int, default=SETTINGS, help="random settings (default %(default)s)"
     )

@@ -92,13 +92,13 @@ CYCLES = 2_000_000  # This is about a millisecond of a GPU's time.
 
 
 def world_sizes(device: str) -> list[int]:
-    """Those of 1, 2, 4 and 8 ranks that can have a GPU each; 2 on the CPU."""
+    """Return the world sizes, of 1, 2, 4 and 8, whose ranks can have a GPU each; 2 on the CPU."""
     return [2] if device == "cpu" else [count for count in (1, 2, 4, 8) if count <= usable_gpus()]
 
 
 def exactness(args: argparse.Namespace) -> Part:
-    """How far each stage's weights end from stage 1's in float64: K ranks on one device, and one
-    per GPU.
+    """Compare each stage's weights with stage 1's in float64: K ranks on one device, and one per
+    GPU.
     """
     rows: list[Row] = []
     for where, counts, asked in placements(args.device):
@@ -115,8 +115,8 @@ def exactness(args: argparse.Namespace) -> Part:
 
 
 def placements(device: str) -> list[tuple[str, list[int], str]]:
-    """Devices, numbers of ranks, and whether NCCL is asked to let ranks share a GPU; gloo lets them
-    do so anyway.
+    """Return (device, numbers of ranks, whether NCCL is asked to let ranks share a GPU); gloo lets
+    them do so anyway.
     """
     if device == "cpu":
         return [("cpu", [2, 4], "0")]
@@ -125,8 +125,8 @@ def placements(device: str) -> list[tuple[str, list[int], str]]:
 
 
 def distances() -> dict[str, float]:
-    """On each rank: train with every stage while the device is kept busy; how far each stage ends
-    from stage 1.
+    """On each rank, train with every stage while the device is kept busy; return how far each stage
+    ends from stage 1.
     """
     # Ranks print cuBLAS warnings without this setting.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -166,8 +166,8 @@ def races(parameters: Iterable[torch.nn.Parameter]) -> Any:
 
 
 def safety(args: argparse.Namespace) -> Part:
-    """Failures and what they leave: seconds until each was reported, and whether the report was as
-    it should be.
+    """Try what may fail; return the seconds until each failure was reported, and whether the report
+    was as it should be.
     """
     device = args.device
     if device == "cuda" and usable_gpus() == 1:
@@ -217,8 +217,8 @@ def safety(args: argparse.Namespace) -> Part:
 
 
 def processes_on_gpus() -> set[str]:
-    """Process ids that nvidia-smi sees on GPUs, which a container numbers differently; none without
-    that program.
+    """Return the ids of the processes that nvidia-smi sees on GPUs, which a container numbers
+    differently; none without that program.
     """
     try:
         asked = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
@@ -229,8 +229,8 @@ def processes_on_gpus() -> set[str]:
 
 
 def after_cuda_in_the_caller(device: str) -> bool:
-    """Whether ranks start, and can use the device, when CUDA is already up in the process that
-    launches them.
+    """Return whether ranks start, and can use the device, when CUDA is already up in the process
+    that launches them.
     """
     torch.ones(1, device=device)
     totals = [launch(total, world_size=2, device=device, timeout=60) for _ in range(2)]
@@ -238,7 +238,7 @@ def after_cuda_in_the_caller(device: str) -> bool:
 
 
 def total() -> float:
-    """On each rank: the sum of all ranks' numbers, counted from 1."""
+    """On each rank, return the sum of all ranks' numbers, counted from 1."""
     number = torch.tensor([dist.get_rank() + 1.0], device=rank_device())
     dist.all_reduce(number)
     return number.item()
@@ -247,7 +247,7 @@ def total() -> float:
 def raises_with(
     error: type[LaunchError], words: str, function: Callable, device: str, timeout: float = 60
 ) -> bool:
-    """Whether a launch of `function` raises `error` with `words` in its message."""
+    """Return whether a launch of `function` raises `error` with `words` in its message."""
     try:
         launch(function, world_size=2, device=device, timeout=timeout)
     except error as caught:
@@ -256,14 +256,14 @@ def raises_with(
 
 
 def out_of_memory() -> None:
-    """Rank 1 asks for more memory than there is, in the middle of training."""
+    """Ask on rank 1 for more memory than there is, in the middle of training."""
     if dist.get_rank() == 1:
         torch.empty(2**50, dtype=torch.uint8, device=rank_device())
     total()
 
 
 def killed() -> None:
-    """Rank 1 is killed while rank 0 waits for it."""
+    """Kill rank 1 while rank 0 waits for it."""
     total()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -271,19 +271,19 @@ def killed() -> None:
 
 
 def absent() -> None:
-    """Rank 1 sleeps while rank 0 waits for it."""
+    """Sleep on rank 1 while rank 0 waits for it."""
     if dist.get_rank() == 1:
         time.sleep(60)
     total()
 
 
 def no_context() -> bool:
-    """Whether ranks on the CPU leave CUDA alone, training included."""
+    """Return whether ranks on the CPU leave CUDA alone, training included."""
     return not any(launch(cuda_after_training, world_size=2, device="cpu", timeout=60))
 
 
 def cuda_after_training() -> bool:
-    """On each rank: whether CUDA was touched by a step of stage 5."""
+    """On each rank, return whether CUDA was touched by a step of stage 5."""
     problem = problems.make("synthetic", **VECTORS)
     batches = problem.batches(8, 2, 0, dist.get_rank(), dist.get_world_size())
     ladder.find("5").trainer({})(problem.model(0), batches, 0.1)
@@ -291,8 +291,8 @@ def cuda_after_training() -> bool:
 
 
 def steps(args: argparse.Namespace) -> Part:
-    """Seconds of a step and peak memory of stage 6 beside torch's class, wrappers made in both
-    orders.
+    """Time a step of stage 6 beside torch's class, and compare their peak memory; wrappers are made
+    in both orders.
     """
     rows: list[Row] = []
     parameters = LARGE
@@ -320,8 +320,8 @@ def steps(args: argparse.Namespace) -> Part:
 
 
 def step_times(repeats: int, order: tuple[str, ...], model: Model) -> Row:
-    """On each rank: the median seconds of a step with each wrapper, and on a GPU the memory at its
-    peak.
+    """On each rank, return the median seconds of a step with each wrapper, and on a GPU the
+    memory at its peak.
     """
     make, inputs, targets = model_and_batch(*model)
     inputs, targets = inputs.to(rank_device()), targets.to(rank_device())
@@ -351,8 +351,8 @@ def step_times(repeats: int, order: tuple[str, ...], model: Model) -> Row:
 
 
 def allocated() -> int:
-    """Bytes of this rank's tensors on its GPU, 0 on the CPU; their peak is counted anew from
-    here.
+    """Return the bytes of this rank's tensors on its GPU, 0 on the CPU; their peak is counted anew
+    from here.
     """
     if rank_device().type != "cuda":
         return 0
@@ -362,7 +362,7 @@ def allocated() -> int:
 
 
 def compared(args: argparse.Namespace) -> Part:
-    """The comparison of all stages on the device, as `ddp-course compare` makes it."""
+    """Compare all stages on the device, as `ddp-course compare` does."""
     ranks = 2 if args.device == "cpu" else max(2, *world_sizes(args.device))
     rate = 0.01  # At this rate rounding errors do not grow from step to step.
     results = comparison.run(
@@ -388,7 +388,7 @@ def compared(args: argparse.Namespace) -> Part:
 
 
 def own_tests(args: argparse.Namespace) -> Part:
-    """The project's tests that are marked `cuda`, where the checkout and pytest are there."""
+    """Run the project's tests that are marked `cuda`, where the checkout and pytest are there."""
     root = Path(__file__).resolve().parents[1]
     files = [str(file) for file in root.glob("tests/**/*.py") if MARK in file.read_text("utf-8")]
     if importlib.util.find_spec("pytest") is None or not files:
@@ -403,7 +403,7 @@ def own_tests(args: argparse.Namespace) -> Part:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The device to look at."""
+    """Add the device to look at."""
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries it without a GPU"
     )
@@ -444,7 +444,7 @@ def on_device(part: Callable[[argparse.Namespace], Part]) -> Callable[[argparse.
 
 
 def lessons(args: argparse.Namespace) -> Part:
-    """The lessons' cells "On your GPUs": all their stages in one comparison, and its figure."""
+    """Run the lessons' cells "On your GPUs": all their stages in one comparison, and its figure."""
     results = on_your_gpus("2,3,4,5,6,7,8,9,torch")
     columns = ("stage", "name", "step_ms", "max_abs_diff_vs_single")
     rows = []
@@ -461,7 +461,9 @@ def lessons(args: argparse.Namespace) -> Part:
 
 
 def scaled(args: argparse.Namespace) -> Part:
-    """Weak and strong scaling of stage 6 over the GPUs; a promise of weak scaling on real ones."""
+    """Measure weak and strong scaling of stage 6 over the GPUs; weak scaling on real ones is
+    promised.
+    """
     counts = [1, 2] if args.device == "cpu" else world_sizes("cuda")
     if len(counts) == 1:
         return Part([{"left out": SEVERAL}])
@@ -472,7 +474,7 @@ def scaled(args: argparse.Namespace) -> Part:
 
 
 def summed(args: argparse.Namespace) -> Part:
-    """All-reduces of the backend, our ring and our server, beside the closed forms."""
+    """Time all-reduces of the backend, our ring and our server, beside the closed forms."""
     count = max([2] if args.device == "cpu" else world_sizes("cuda"))
     if count == 1:
         return Part([{"left out": SEVERAL}])
@@ -480,7 +482,7 @@ def summed(args: argparse.Namespace) -> Part:
 
 
 def recorded(args: argparse.Namespace) -> Part:
-    """A step of stage 6 as torch's profiler sees it, with NCCL's all-reduces on their stream."""
+    """Record a step of stage 6 by torch's profiler, with NCCL's all-reduces on their stream."""
     if args.device == "cpu" or usable_gpus() == 1:
         return Part([{"left out": SEVERAL}])
     rows = traced(max(world_sizes("cuda")), writable_folder(args.out) / "gpu_trace.json")
@@ -488,7 +490,9 @@ def recorded(args: argparse.Namespace) -> Part:
 
 
 def answers(report: Row) -> list[Row]:
-    """The table at the end: a row for each question, from the parts of the report."""
+    """Answer each question of the table at the end, a row for each, from the parts of the
+    report.
+    """
     parts = report["parts"]
     rows = []
 
@@ -534,7 +538,7 @@ def answers(report: Row) -> list[Row]:
 
 
 def keeps_all(part: Row | None) -> bool | None:
-    """Whether all promises of a part are kept; None if nothing was promised."""
+    """Return whether all promises of a part are kept; None if nothing was promised."""
     if part is None or not part["promises"]:
         return None
     return all(promise["kept"] for promise in part["promises"])

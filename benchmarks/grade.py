@@ -34,7 +34,7 @@ WRONG = (  # Pieces of the solution of exercise 4, and what stands in a wrong an
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark."""
+    """Add the options of this benchmark."""
     parser.add_argument("--count", type=int, default=60, help="submissions (default 60)")
     parser.add_argument("--exercise", type=int, default=4, help="which exercise (default 4)")
     parser.add_argument(
@@ -43,7 +43,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def throughput(args: argparse.Namespace) -> Part:
-    """Submissions per minute and core, and the peaks of memory in both halves of the time."""
+    """Grade a class of made-up submissions; return how many a minute and core takes, and the peaks
+    of memory in both halves of the time.
+    """
     exercises = load_exercises()
     with tempfile.TemporaryDirectory(prefix="ddp_course_bench_") as made:
         make_submissions(Path(made), args.exercise, args.count)
@@ -79,7 +81,7 @@ def throughput(args: argparse.Namespace) -> Part:
 
 
 def promised(row: dict[str, Any]) -> list[Promise]:
-    """What is promised of the grader's rate, memory and judgement."""
+    """Return what is promised of the grader's rate, memory and judgement."""
     growth = row["memory_mib_second_half"] / max(1, row["memory_mib_first_half"])
     return [
         Promise("right answers that fail and wrong ones that pass", row["misjudged"], at_most=0),
@@ -98,12 +100,12 @@ def promised(row: dict[str, Any]) -> list[Promise]:
 
 
 def peak(samples: list[int]) -> int:
-    """The largest of the samples, in MiB."""
+    """Return the largest of the samples, in MiB."""
     return round(max(samples, default=0) / 2**20)
 
 
 def is_right(number: int) -> bool:
-    """Whether a submission of this number is the solution."""
+    """Return whether a submission of this number is the solution."""
     return number % 5 in (3, 4)
 
 
@@ -151,8 +153,8 @@ class watching_memory:
 
 
 def processor_seconds() -> float:
-    """Processor seconds of this process, of its children, and of their children that have ended, so
-    far.
+    """Return the processor seconds of this process, of its children, and of their children that
+    have ended, so far.
     """
     own = psutil.Process().cpu_times()
     seconds = own.user + own.system
@@ -163,7 +165,7 @@ def processor_seconds() -> float:
 
 
 def own_bytes(process: psutil.Process) -> int:
-    """Bytes that a process does not share; 0 if it has gone."""
+    """Return the bytes that a process does not share; 0 if it has gone."""
     try:
         memory = process.memory_full_info()
         return getattr(memory, "uss", memory.rss)

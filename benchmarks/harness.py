@@ -37,7 +37,7 @@ class Promise:
     at_least: float = -math.inf
 
     def record(self) -> Row:
-        """The promise as an entry of the report, with None for a bound that is missing."""
+        """Return the promise as an entry of the report, with None for a bound that is missing."""
         bounds: dict[str, float | None] = {"at_least": None, "at_most": None}
         for name in bounds:
             if math.isfinite(getattr(self, name)):
@@ -47,8 +47,8 @@ class Promise:
 
 
 def promises_of_ratios(what: str, ratios: list[float], mean: float, each: float) -> list[Promise]:
-    """The promises that the geometric mean of the `ratios` is at most `mean`, and the largest at
-    most `each`.
+    """Return the promises that the geometric mean of the `ratios` is at most `mean`, and the
+    largest at most `each`.
     """
     geometric = Promise(f"{what}, geometric mean", statistics.geometric_mean(ratios), mean)
     return [geometric, Promise(f"{what}, slowest", max(ratios), each)]
@@ -85,7 +85,7 @@ class Benchmark:
     finish: Callable[[Row, Path], Iterable[Path]] | None = None
 
     def parser(self) -> argparse.ArgumentParser:
-        """The options of this benchmark on the command line."""
+        """Return the options of this benchmark on the command line."""
         parser = argparse.ArgumentParser(
             prog=f"python -m benchmarks {self.name}", description=self.help
         )
@@ -141,7 +141,7 @@ class Benchmark:
 
 
 def table(rows: list[Row]) -> str:
-    """The `rows` in lines and columns, under their keys."""
+    """Return the `rows` in lines and columns, under their keys."""
     try:
         from tabulate import tabulate
     except ImportError:  # Some machines have torch and numpy only.
@@ -150,7 +150,7 @@ def table(rows: list[Row]) -> str:
 
 
 def line_of(row: Row) -> str:
-    """A row in one line, its floating-point numbers with four digits."""
+    """Return a row in one line, its floating-point numbers with four digits."""
     words = []
     for key, value in row.items():
         written = f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -159,7 +159,7 @@ def line_of(row: Row) -> str:
 
 
 def verdict(promise: Row) -> str:
-    """A line that says whether a promise of the report is kept."""
+    """Return a line that says whether a promise of the report is kept."""
     bounds = {"at least": promise["at_least"], "at most": promise["at_most"]}
     limits = ", ".join(
         f"{words} {bound:.3g}" for words, bound in bounds.items() if bound is not None
@@ -169,7 +169,9 @@ def verdict(promise: Row) -> str:
 
 
 def earlier_parts(file: Path, measured_now: Iterable[str] = ()) -> dict[str, Row]:
-    """The parts of an earlier report of this very machine, but for those that are measured now."""
+    """Return the parts of an earlier report of this very machine, but for those that are measured
+    now.
+    """
     report = json.loads(file.read_text()) if file.exists() else {}
     if not isinstance(report, dict) or report.get("machine") != machine():
         return {}
@@ -180,7 +182,7 @@ def earlier_parts(file: Path, measured_now: Iterable[str] = ()) -> dict[str, Row
 
 
 def machine() -> Row:
-    """The machine and the versions that the numbers come from."""
+    """Return the machine and the versions that the numbers come from."""
     processor = platform.processor()
     description = Path("/proc/cpuinfo")
     if description.is_file():
@@ -228,7 +230,7 @@ def take_turns(
 
 
 def turns(count: int) -> Iterable[int]:
-    """0, 1, 2 …, with a progress bar in a terminal."""
+    """Return 0, 1, 2 …, with a progress bar in a terminal."""
     if not sys.stderr.isatty():
         return range(count)
     from tqdm.auto import tqdm  # Ranks show no bar and do not need tqdm.
@@ -239,23 +241,23 @@ def turns(count: int) -> Iterable[int]:
 def medians(
     ways: Mapping[str, Callable[[], float]], repeats: int, warm_up: int = 2
 ) -> dict[str, float]:
-    """On each rank: the median seconds of each way that returns seconds, the slowest rank's time
-    counting.
+    """On each rank, return the median seconds of each way that returns seconds, the slowest
+    rank's time counting.
     """
     seconds_of_ways = take_turns(ways, repeats, warm_up, agree=slowest)
     return {name: statistics.median(seconds) for name, seconds in seconds_of_ways.items()}
 
 
 def slowest(seconds: float) -> float:
-    """The largest of all ranks' `seconds`."""
+    """Return the largest of all ranks' `seconds`."""
     largest = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return largest.item()
 
 
 def timed(function: Callable[..., Any], *args: Any) -> Callable[[], float]:
-    """A function that calls `function(*args)`, on all ranks at once if there are ranks, and returns
-    its seconds.
+    """Return a function that calls `function(*args)`, on all ranks at once if there are ranks, and
+    returns its seconds.
     """
 
     def call() -> float:

@@ -53,8 +53,8 @@ print(time.perf_counter() - begin)
 
 
 def compare(args: argparse.Namespace) -> Part:
-    """Median seconds of every way to start, in one row; the report has the seconds of each turn,
-    too.
+    """Return the median seconds of every way to start, in one row; the report has the seconds of
+    each turn, too.
     """
     ways = ways_to_start()
     launch(lambda: None, world_size=1)
@@ -66,7 +66,9 @@ def compare(args: argparse.Namespace) -> Part:
 
 
 def ways_to_start() -> dict[str, Callable[[], float]]:
-    """Each way by name: a function that starts the ranks once and returns the seconds it took."""
+    """Return each way by name: a function that starts the ranks once and returns the seconds it
+    took.
+    """
     ways: dict[str, Callable[[], float]] = {
         "import torch": partial(in_new_process, IMPORT),
         "first launch, K=4": partial(in_new_process, FIRST_LAUNCH),
@@ -82,7 +84,7 @@ def ways_to_start() -> dict[str, Callable[[], float]]:
 
 
 def promised(medians: dict[str, float]) -> list[Promise]:
-    """What is promised of `launch`."""
+    """Return what is promised of `launch`."""
     warm = medians["warm launch, K=4"]
     first = medians["first launch, K=4"]
     spawn = medians["torch.multiprocessing.spawn, K=4"]

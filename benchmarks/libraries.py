@@ -44,8 +44,8 @@ class Simulation:
         self.receivers = defaultdict(deque)
 
     def path(self, source: int, target: int) -> tuple[Costs, tuple]:
-        """The costs of the way from rank `source` to `target`, and the names of the links that it
-        takes.
+        """Return the costs of the way from rank `source` to `target`, and the names of the links
+        that it takes.
         """
         home = source // self.network.per_host
         away = target // self.network.per_host
@@ -101,7 +101,7 @@ class Simulation:
     def _message(
         self, source: int, target: int, nbytes: float, arrivals: list
     ) -> Generator[Any, Any, None]:
-        """A message under way: it waits for its links, occupies them, and arrives."""
+        """Play a message: it waits for its links, occupies them, and arrives."""
         costs, links = self.path(source, target)
         turn = self.clock.event()
         self.queue.append((links, turn))
@@ -166,7 +166,7 @@ def nccl_ring(
 
 
 def _nccl_channel(rank, world_size, nbytes, simulation, channel):
-    """One channel of `nccl_ring`, whose messages have its number as their tag."""
+    """Play one channel of `nccl_ring`, whose messages have its number as their tag."""
     rounds = max(1, ceil(int(nbytes) / (2**21 * world_size)))
     slices = 2
     size = nbytes / (rounds * world_size * slices)

@@ -61,7 +61,7 @@ def link_figure(rows: list[dict[str, Any]]) -> Picture:
 
 
 def draw(axes: Axes, rows: list[dict[str, Any]], column: str) -> None:
-    """One panel: for each algorithm its formula as a line and its measurements as points."""
+    """Draw one panel: for each algorithm its formula as a line and its measurements as points."""
     ticks = sorted({row[column] for row in rows})
     for mode, (marker, dashes) in LOOKS_OF_MODES.items():
         of_mode = [row for row in rows if row["mode"] == mode]
@@ -91,7 +91,7 @@ def draw(axes: Axes, rows: list[dict[str, Any]], column: str) -> None:
 
 
 def legend(rows: list[dict[str, Any]]) -> list[Line2D]:
-    """A line for each algorithm, a point for each mode that was measured."""
+    """Return a line for each algorithm, a point for each mode that was measured."""
     names = {row["algorithm"] for row in rows}
     handles = []
     for name, (stage, label) in LOOKS.items():

@@ -47,7 +47,7 @@ SLOWER_THAN_GLOO = 1.05
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark."""
+    """Add the options of this benchmark."""
     parser.add_argument(
         "--modes", default="hosts,virtual", help="default %(default)s; hosts only where possible"
     )
@@ -60,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def compare(args: argparse.Namespace) -> Part:
-    """Measured and textbook seconds, one row for each setting and algorithm."""
+    """Return the measured and textbook seconds, one row for each setting and algorithm."""
     settings = []
     for mode in usable_modes(args.modes.split(",")):
         world_sizes = args.world_sizes or WORLD_SIZES[mode]
@@ -89,7 +89,7 @@ def usable_modes(modes: list[str]) -> Iterator[str]:
 
 
 def measure(link: links.Link, world_size: int, sizes: list[int], repeats: int) -> list[Row]:
-    """One launch: all algorithms at all sizes on `world_size` ranks. Returns a row each."""
+    """Launch `world_size` ranks that time all algorithms at all sizes; return a row for each."""
     bandwidth = calibrated(link)
     names = list(ALGORITHMS)
     turns_of_sizes, *_ = launch(
@@ -116,8 +116,8 @@ def measure(link: links.Link, world_size: int, sizes: list[int], repeats: int) -
 
 
 def calibrated(link: links.Link) -> float:
-    """Bits per second that the link really carries, headers and all, from messages of four sizes to
-    and fro.
+    """Return the bits per second that the link really carries, headers and all, from messages of
+    four sizes to and fro.
     """
     longest = CALIBRATION_SECONDS * link.bandwidth / 8  # bytes
     sizes = [int(part * longest) // 8 * 8 for part in (0.25, 0.5, 0.75, 1.0)]
@@ -147,7 +147,7 @@ def ping_pong(sizes: list[int]) -> list[float]:
 
 
 def time_all(names: list[str], sizes: list[int], repeats: int) -> list[dict[str, list[float]]]:
-    """On each rank: for each size the seconds of every turn of each algorithm."""
+    """On each rank, return for each size the seconds of every turn of each algorithm."""
     turns = []
     for size in sizes:
         tensor = torch.zeros(size // 4)  # Zeros stay zeros, however often they are summed.
@@ -157,7 +157,7 @@ def time_all(names: list[str], sizes: list[int], repeats: int) -> list[dict[str,
 
 
 def merge(earlier: list[Row], rows: list[Row]) -> list[Row]:
-    """The `earlier` rows and the new `rows`, which replace earlier ones of the same setting,
+    """Return the `earlier` rows and the new `rows`, which replace earlier ones of the same setting,
     sorted.
     """
     setting_of = itemgetter(*COLUMNS)
@@ -167,7 +167,9 @@ def merge(earlier: list[Row], rows: list[Row]) -> list[Row]:
 
 
 def promised(rows: list[Row]) -> list[Promise]:
-    """What is promised of LARGE messages: close to the formulas, and a ring as fast as gloo's."""
+    """Return what is promised of LARGE messages: close to the formulas, and a ring as fast as
+    gloo's.
+    """
     judged = [row for row in rows if row["bytes"] >= LARGE]
     ratios = {describe(row): row["ratio"] for row in judged if row["algorithm"] != "gloo"}
     gloo = {setting(row): row["measured_s"] for row in judged if row["algorithm"] == "gloo"}
@@ -190,18 +192,18 @@ def promised(rows: list[Row]) -> list[Promise]:
 
 
 def setting(row: Row) -> tuple:
-    """What two algorithms must have in common to be compared."""
+    """Return what two algorithms must have in common to be compared."""
     return row["mode"], row["world_size"], row["bytes"], row["bandwidth_bits_s"]
 
 
 def describe(row: Row) -> str:
-    """A row's setting in words."""
+    """Return a row's setting in words."""
     where = f"{row['mode']}, {row['bandwidth_bits_s'] / 1e6:g} Mbit/s, K={row['world_size']}"
     return f"{where}, {row['bytes'] / 2**20:g} MiB, {row['algorithm']}"
 
 
 def table(rows: list[Row]) -> list[Row]:
-    """A line for each setting, for each algorithm milliseconds (times its formula)."""
+    """Return a line for each setting, for each algorithm milliseconds (times its formula)."""
     lines = []
     for each in dict.fromkeys(map(setting, rows)):
         mode, world_size, size, bandwidth = each

@@ -49,8 +49,8 @@ V100_WIRES = {
 
 
 def packed_rings(gpus: int) -> int:
-    """How many rings over the first `gpus` V100s fit on the wires at once, each wire used once in
-    each direction.
+    """Return how many rings over the first `gpus` V100s fit on the wires at once, each wire used
+    once in each direction.
 
     Where no ring exists along wires, a step may pass through a GPU in between and take two wires.
     """
@@ -72,8 +72,8 @@ def packed_rings(gpus: int) -> int:
 
 
 def cycles(gpus: int, free: dict, through: bool) -> Iterator[list[tuple[int, int]]]:
-    """Each way around all GPUs as a list of (from, to); `through` allows one GPU in between at
-    every step.
+    """Yield each way around all GPUs as a list of (from, to); `through` allows one GPU in between
+    at every step.
     """
 
     def steps(a, b):
@@ -91,8 +91,8 @@ def cycles(gpus: int, free: dict, through: bool) -> Iterator[list[tuple[int, int
 def fit(
     model: Model, rows: Sequence[Row], quantity: str, start: Sequence[float]
 ) -> tuple[Any, ...]:
-    """The positive numbers near `start` with which `model` comes nearest to all rows; outliers
-    count less.
+    """Return the positive numbers near `start` with which `model` comes nearest to all rows;
+    outliers count less.
     """
 
     def errors(logarithms):
@@ -111,8 +111,8 @@ def fit_within(
     bounds: Any,
     step: float | None = None,
 ) -> tuple[float, ...]:
-    """The numbers within `bounds` with the least squares of relative errors; `step` is that of its
-    derivatives.
+    """Return the numbers within `bounds` with the least squares of relative errors; `step` is that
+    of its derivatives.
     """
 
     def errors(numbers):
@@ -122,15 +122,15 @@ def fit_within(
 
 
 def fit_shaped_links(rows: Sequence[Row]) -> tuple[float, ...]:
-    """The two numbers of `shaped_link_ms` for rows of one library."""
+    """Return the two numbers of `shaped_link_ms` for rows of one library."""
     return fit_within(
         published.shaped_link_ms, rows, "ms", (0.95, 1.0), ((0.1, 0.0), (1.0, 100.0)), 1e-3
     )
 
 
 def calibrate_v100(rows: Sequence[Row]) -> tuple[float, float]:
-    """(bytes per second, interference) that explain best how 2 GPUs are slower than 1, over all
-    networks.
+    """Return (bytes per second, interference) that explain best how 2 GPUs are slower than 1,
+    over all networks.
     """
 
     def step_on_two_gpus(row, numbers):
@@ -143,7 +143,7 @@ def calibrate_v100(rows: Sequence[Row]) -> tuple[float, float]:
 
 
 def fit_schedules(rows: Sequence[Row]) -> tuple[float, ...]:
-    """The numbers of `samples_per_s`, from rows with all models."""
+    """Return the numbers of `samples_per_s`, from rows with all models."""
     highest = []
     for model in QI:
         speeds = [row["samples_per_gpu_per_s"] for row in rows if row["model"] == model]
@@ -154,7 +154,7 @@ def fit_schedules(rows: Sequence[Row]) -> tuple[float, ...]:
 
 
 def fit_protocols(rows: Sequence[Row]) -> tuple[float, ...]:
-    """Latencies and rates of the three protocols from rows by size, the largest last.
+    """Return the latencies and rates of the three protocols from rows by size, the largest last.
 
     LL sends a flag with every 4 bytes, LL128 with every 120, Simple none; so the lines are steep,
     flatter, flattest.
@@ -166,8 +166,8 @@ def fit_protocols(rows: Sequence[Row]) -> tuple[float, ...]:
 
 
 def fit_host(gpu: str) -> tuple[float, ...]:
-    """The four numbers that explain the published times of "A100" or "V100" at K = 2, 3 and 4
-    best.
+    """Return the four numbers that explain the published times of "A100" or "V100" at K = 2, 3 and
+    4 best.
     """
     known = [row for row in facts.rows("nccl_all_reduce_in_one_host") if row["gpu"] == gpu]
     return fit_within(
@@ -176,13 +176,13 @@ def fit_host(gpu: str) -> tuple[float, ...]:
 
 
 def today() -> list[tuple[Any, float]]:
-    """(run, tokens per second and GPU) of today's published runs."""
+    """Return (run, tokens per second and GPU) of today's published runs."""
     rows = facts.rows("transformer_throughput")
     return [(read_run(row)[0], row["tokens_per_s_per_gpu"]) for row in rows]
 
 
 def gpts() -> list[tuple[Any, float]]:
-    """(run, tokens per second and GPU) of the GPT steps of 2021."""
+    """Return (run, tokens per second and GPU) of the GPT steps of 2021."""
     pairs = []
     for row in facts.rows(published.GPT):
         run = read_run(row)[0]
@@ -191,7 +191,7 @@ def gpts() -> list[tuple[Any, float]]:
 
 
 def misses(pairs: Sequence[tuple[Any, float]], numbers: Any) -> np.ndarray:
-    """Predicted over measured, minus 1, of (run, tokens per second and GPU)."""
+    """Return predicted over measured, minus 1, of (run, tokens per second and GPU)."""
     ratios = []
     for run, measured in pairs:
         seconds = transformers.step(run, None, numbers).seconds
@@ -202,7 +202,7 @@ def misses(pairs: Sequence[tuple[Any, float]], numbers: Any) -> np.ndarray:
 def fit_transformer(
     pairs: Any, free: Sequence[str], column: str = "today", fixed: Any = None
 ) -> dict[str, float]:
-    """The constants with those in `free` fitted to (run, tokens per second and GPU).
+    """Return the constants with those in `free` fitted to (run, tokens per second and GPU).
 
     `fixed` {constant: value} are not fitted; a value that is a name is that constant's value.
     """
@@ -231,14 +231,16 @@ def fit_transformer(
 
 
 def fit_zero3() -> tuple[float, ...]:
-    """The share of the cards and the part that shows of ZeRO-3 of 2021, from its two rows."""
+    """Return the share of the cards and the part that shows of ZeRO-3 of 2021, from its two
+    rows.
+    """
     rows = [row for row in facts.rows(published.ZERO3) if row["plan"] == "ZeRO-3"]
     known = [row for row in rows if row["gpus"] < 1536]
     return fit(published.megatron_tflops, known, "tflops_per_gpu", (0.1, 0.5))
 
 
 def refit() -> dict[str, Sequence[float]]:
-    """All numbers of numbers.json that have a fit, anew."""
+    """Return all numbers of numbers.json that have a fit, anew."""
     links = facts.rows("allreduce_on_shaped_links")
     fresh: dict[str, Sequence[float]] = {}
     for library in ("gloo", "nccl"):
@@ -256,7 +258,7 @@ def refit() -> dict[str, Sequence[float]]:
 
 
 def left_out_models(pairs: Any = None, fixed: Any = None) -> np.ndarray:
-    """The errors of today's runs, each foretold by a fit that did not see its model."""
+    """Return the errors of today's runs, each foretold by a fit that did not see its model."""
     pairs = pairs or today()
     errors = np.zeros(len(pairs))
     for model in {run.model for run, _ in pairs}:
@@ -270,7 +272,7 @@ def left_out_models(pairs: Any = None, fixed: Any = None) -> np.ndarray:
 def left_out_halves(
     rows: Sequence[Any], fit_rows: Callable, errors_of: Callable[[Any, Any], Any]
 ) -> float:
-    """The median error on every other row, by a fit to the rows between, both ways round."""
+    """Return the median error on every other row, by a fit to the rows between, both ways round."""
     errors = []
     for known, others in ((rows[::2], rows[1::2]), (rows[1::2], rows[::2])):
         errors += list(np.abs(errors_of(others, fit_rows(known))))
@@ -278,7 +280,9 @@ def left_out_halves(
 
 
 def left_out_schedules() -> float:
-    """The median error on a model's rows, of which the fit saw 1F1B with most micro-batches."""
+    """Return the median error on a model's rows, of which the fit saw 1F1B with most
+    micro-batches.
+    """
     table = facts.rows("pipeline_schedules_a100")
     errors = []
     for model in ("1.5B", "6.2B"):
@@ -293,7 +297,7 @@ def left_out_schedules() -> float:
 
 
 def left_out() -> dict[str, float]:
-    """The median error of each table on rows that a fit did not see."""
+    """Return the median error of each table on rows that a fit did not see."""
 
     def protocol_errors(rows, numbers):
         return [published.protocol_us(row, numbers) / row["time_us"] - 1 for row in rows]
@@ -332,8 +336,9 @@ OF_BOTH = ("nothing", "launch", "touched", "hop", "moved", "logit", "score")  # 
 
 
 def ablation() -> list[Row]:
-    """Median errors, in percent, of models that lack a term, each fitted anew: of today's runs, of
-    models left out, of the GPTs of 2021, and of three ways at once, which no fit sees.
+    """Return the median errors, in percent, of models that lack a term, each fitted anew: of
+    today's runs, of models left out, of the GPTs of 2021, and of three ways at once, which no fit
+    sees.
     """
     rows = [without(title, today(), fixed) for title, fixed in WITHOUT.items()]
     pairs = [(replace(run, recompute=0.0), measured) for run, measured in today()]
@@ -354,19 +359,19 @@ def ablation() -> list[Row]:
 
 
 def without(title: str, pairs: Any, fixed: Row) -> Row:
-    """A row of the ablation with the errors of today's runs."""
+    """Return a row of the ablation with the errors of today's runs."""
     fitted = misses(pairs, fit_transformer(pairs, TODAY, fixed=fixed))
     unseen = left_out_models(pairs, fixed)
     return {"without": title, "fitted": percent(fitted), "model left out": percent(unseen)}
 
 
 def percent(errors: Any) -> float:
-    """The median size of errors in percent."""
+    """Return the median size of errors in percent."""
     return round(100 * float(np.median(np.abs(errors))), 2)
 
 
 def strayed(args: Any) -> Part:
-    """How far the frozen constants are from a fit to the tables."""
+    """Return how far the frozen constants are from a fit to the tables."""
     rows: list[Row] = []
     for column, pairs, free in (("today", today(), TODAY), ("of_2021", gpts(), OF_2021)):
         fitted = fit_transformer(pairs, free, column)
@@ -397,7 +402,7 @@ def write_scoreboard(report: Row, folder: Any) -> list[Any]:
 
 
 def terms(args: Any) -> Part:
-    """What each term of the model is worth."""
+    """Return what each term of the model is worth."""
     rows = ablation()
     return Part(rows, table=rows)
 

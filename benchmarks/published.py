@@ -28,8 +28,8 @@ Model = Callable[[Row, Any], float]
 
 
 def shaped_link_ms(row: Row, numbers: Sequence[float]) -> float:
-    """Milliseconds of an all-reduce by the row's library ("gloo" or "nccl") on its link, played
-    message by message.
+    """Return the milliseconds of an all-reduce by the row's library ("gloo" or "nccl") on its link,
+    played message by message.
 
     Both libraries: `numbers[0]` is the share of the link's bandwidth that TCP reaches. gloo:
     `numbers[1]` is the processor's time for a segment of 1 MiB, in milliseconds. NCCL: it is the
@@ -54,8 +54,8 @@ def shaped_link_ms(row: Row, numbers: Sequence[float]) -> float:
 def v100_step_s(
     model: str, one_gpu_s: float, ranks: int, bandwidth: float, interference: float
 ) -> float:
-    """Seconds of a DDP step of `model` on `ranks` V100s; bandwidth of a GPU's link in bytes per
-    second.
+    """Return the seconds of a DDP step of `model` on `ranks` V100s; bandwidth of a GPU's link in
+    bytes per second.
     """
     link = Costs(2 * GPU_LATENCY, max(HOST_LINK, 1 / bandwidth))
     network = Network(link, Costs(GPU_LATENCY, 1 / bandwidth), PER_HOST)
@@ -72,13 +72,15 @@ MEGATRON = {"174.6B": (96, 12_288, 96, 12), "529.6B": (105, 20_480, 128, 35)}
 
 
 def gpt_ms(row: Row, changed: Any = None) -> float:
-    """Milliseconds of the step of a GPT, with the constants of 2021 unless others are given."""
+    """Return the milliseconds of the step of a GPT, with the constants of 2021 unless others are
+    given.
+    """
     return 1000 * step(read_run(row)[0], None, changed).seconds
 
 
 def global_batch(row: Row) -> int:
-    """Sequences of a step: 1,536 or 2,240, and 2,560 where 640 GPUs have 4 each (Narayanan et al.,
-    Table 2).
+    """Return the sequences of a step: 1,536 or 2,240, and 2,560 where 640 GPUs have 4 each
+    (Narayanan et al., Table 2).
     """
     if row["parameters"] == "174.6B":
         return 1536
@@ -86,8 +88,8 @@ def global_batch(row: Row) -> int:
 
 
 def megatron_tflops(row: Row, zero3: Sequence[float] | None = None, values: Any = None) -> float:
-    """TFLOP/s per GPU, by the authors' count of operations, of a row of their table, with the
-    constants of 2021 unless other `values` are given.
+    """Return the TFLOP/s per GPU, by the authors' count of operations, of a row of their table,
+    with the constants of 2021 unless other `values` are given.
 
     ZeRO-3 of 2021 reaches another share of the cards, and hides another part: `zero3`.
     """
@@ -116,8 +118,8 @@ CONTEXT = 1024
 
 
 def samples_per_s(row: Row, numbers: Sequence[float]) -> float:
-    """Samples per GPU and second of a row: a rate per model without idling, less what the schedule
-    idles and costs.
+    """Return the samples per GPU and second of a row: a rate per model without idling, less what
+    the schedule idles and costs.
 
     `numbers` are what a layer computes besides products with weights, in operations per token and
     unit of width; the share of ZB-2p's formula that idles; the speeds that 1F1B-I and the
@@ -139,8 +141,8 @@ def samples_per_s(row: Row, numbers: Sequence[float]) -> float:
 def idle_stages(
     schedule: str, stages: int, chunks: float, weights: float, left_over: float
 ) -> float:
-    """How many micro-batches' time a stage idles in a step, by schedule (Qi et al. 2024, section
-    2).
+    """Return how many micro-batches' time a stage idles in a step, by schedule (Qi et al. 2024,
+    section 2).
 
     `chunks` per stage of the interleaved schedule; `weights` is the share of a micro-batch's time
     that gradients of weights take, which zero-bubble schedules may postpone; `left_over` is the
@@ -160,8 +162,8 @@ PROTOCOLS = ("LL", "LL128", "Simple")
 
 
 def protocol_us(row: Row, numbers: Sequence[float]) -> float:
-    """Microseconds of an all-reduce by the fastest protocol; `numbers`: three latencies (µs), three
-    rates (µs/KiB).
+    """Return the microseconds of an all-reduce by the fastest protocol; `numbers`: three latencies
+    (µs), three rates (µs/KiB).
     """
     return min(
         latency + rate * row["KiB"] for latency, rate in zip(numbers[:3], numbers[3:], strict=True)

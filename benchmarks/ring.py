@@ -29,7 +29,7 @@ WAYS = {"gloo": dist.all_reduce, "stage 4": ring_all_reduce, "pipelined": pipeli
 
 
 def compare(args: argparse.Namespace) -> Part:
-    """Seconds of each way for every world size and message."""
+    """Time each way for every world size and message, as a part of the report."""
     rows = []
     for world_size in WORLD_SIZES:
         # All ranks have the same rows: the slowest one's times count.
@@ -45,7 +45,7 @@ def compare(args: argparse.Namespace) -> Part:
 
 
 def promised(rows: list[Row]) -> list[Promise]:
-    """What is promised of the pipelined ring."""
+    """Return what is promised of the pipelined ring."""
     ratios = [row["pipelined"] / row["gloo"] for row in rows]
     return promises_of_ratios(
         "pipelined ring, times gloo's all_reduce", ratios, GEOMETRIC_MEAN, EACH
@@ -53,7 +53,7 @@ def promised(rows: list[Row]) -> list[Promise]:
 
 
 def times(repeats: int) -> list[Row]:
-    """On each rank: median seconds of every way for every size."""
+    """On each rank, return the median seconds of every way for every size."""
     rows = []
     for mib in SIZES_MIB:
         tensor = torch.empty(mib * MIB // 4)  # A number has 4 bytes.
@@ -63,7 +63,9 @@ def times(repeats: int) -> list[Row]:
 
 
 def on_ones(all_reduce: Callable, tensor: torch.Tensor) -> float:
-    """Seconds of a sum of ones, whose result can be checked; only the collective is timed."""
+    """Return the seconds of a sum of ones, whose result can be checked; only the collective is
+    timed.
+    """
     tensor.fill_(1)
     dist.barrier()
     began = time.perf_counter()

@@ -52,15 +52,16 @@ def finished(function: Callable) -> None:
 
 
 def precision() -> str:
-    """The dtype in which this rank's device computes fastest: "bfloat16" on a GPU that has it."""
+    """Return the dtype in which this rank's device computes fastest: "bfloat16" on a GPU that has
+    it.
+    """
     has_bfloat16 = rank_device().type == "cuda" and torch.cuda.is_bf16_supported()
     return "bfloat16" if has_bfloat16 else "float32"
 
 
 def scaling(counts: list[int], device: str) -> list[Row]:
-    """A row for each number of devices, and for weak and strong scaling: samples, seconds of a step
-    of stage 6, and efficiency. One device needs at least 50 ms for a step, unless it is a
-    processor.
+    """Return a row for each number of devices, for weak and for strong scaling: samples, seconds of
+    a step of stage 6, and efficiency.
     """
     [(size, dtype)] = launch(size_for_scaling, max(counts), world_size=1, device=device)
     rows: list[Row] = []
@@ -88,7 +89,9 @@ def scaling(counts: list[int], device: str) -> list[Row]:
 
 
 def size_for_scaling(most: int) -> tuple[Size, str]:
-    """On one rank: the first size of which this device needs long enough, in the fastest dtype."""
+    """On one rank, return the first size of which this device needs long enough, in the fastest
+    dtype.
+    """
     for size in sizes(most):
         if rank_device().type == "cpu":
             break
@@ -98,7 +101,7 @@ def size_for_scaling(most: int) -> tuple[Size, str]:
 
 
 def step_seconds(parameters: int, samples: int) -> float:
-    """On each rank: the median seconds of a step of stage 6; the slowest rank counts."""
+    """On each rank, return the median seconds of a step of stage 6; the slowest rank counts."""
     torch.set_num_threads(1)
     problem = problems.make("bytes", parameters=parameters, device=rank_device())
     parallel: Any = DistributedDataParallel(problem.model())
@@ -126,8 +129,8 @@ def step_seconds(parameters: int, samples: int) -> float:
 
 
 def all_reduces(count: int, device: str, repeats: int) -> list[Row]:
-    """A row for each size of a message: seconds of the backend's all-reduce, of our ring and our
-    server, and what the closed forms say with alpha and beta measured here.
+    """Return a row for each size of a message: seconds of the backend's all-reduce, of our ring and
+    our server, and what the closed forms say with alpha and beta measured here.
     """
     [(rows, costs), *_] = launch(
         measure_all_reduces, repeats, world_size=count, device=device, timeout=180
@@ -140,7 +143,7 @@ def all_reduces(count: int, device: str, repeats: int) -> list[Row]:
 
 
 def measure_all_reduces(repeats: int) -> tuple[list[Row], theory.Costs]:
-    """On each rank: the seconds of each way, by size, and what a message costs."""
+    """On each rank, return the seconds of each way, by size, and what a message costs."""
     rows: list[Row] = []
     for nbytes in MESSAGES:
         tensor = torch.ones(nbytes // 4, device=rank_device())
@@ -158,7 +161,7 @@ def measure_all_reduces(repeats: int) -> tuple[list[Row], theory.Costs]:
 
 
 def message_seconds(nbytes: int, repeats: int) -> float:
-    """On each rank: half of what a message from rank 0 to rank 1 and back takes at best."""
+    """On each rank, return half of what a message from rank 0 to rank 1 and back takes at best."""
     tensor = torch.ones(nbytes // 4, device=rank_device())
 
     def there_and_back():
@@ -176,7 +179,7 @@ def message_seconds(nbytes: int, repeats: int) -> float:
 
 
 def traced(count: int, file: Path) -> list[Row]:
-    """Record a step of stage 6 on rank 0 into `file`; what its GPU did, as one row."""
+    """Record a step of stage 6 on rank 0 into `file`; return what its GPU did, as one row."""
     [(size, _)] = launch(find_size, count, world_size=1)  # The launch has one rank.
     launch(profile_step, size, str(file.resolve()), world_size=count, timeout=180)
     [step] = traces.read(file)
@@ -186,7 +189,7 @@ def traced(count: int, file: Path) -> list[Row]:
 
 
 def points(rows: list[Row], x: str, y: str) -> tuple[list, list]:
-    """Two columns of the rows."""
+    """Return the columns `x` and `y` of the rows."""
     return [row[x] for row in rows], [row[y] for row in rows]
 
 

@@ -26,13 +26,13 @@ STRANGE = (
 
 
 def scoreboard() -> list[Table]:
-    """All tables, predicted anew."""
+    """Return all tables, predicted anew."""
     return [table() for table in TABLES]
 
 
 def shaped_links() -> Table:
-    """All-reduces over shaped links: fitted at 4 ranks, predicted at 8, and at 16 and 32, which are
-    not published.
+    """Return all-reduces over shaped links: fitted at 4 ranks, predicted at 8, and at 16 and 32,
+    which are not published.
     """
     name = "allreduce_on_shaped_links"
     rows = []
@@ -55,8 +55,8 @@ def shaped_links() -> Table:
 
 
 def v100_steps() -> Table:
-    """Steps of torch's DDP: a network's own time at 2 GPUs times the simulated growth from
-    there.
+    """Return the steps of torch's DDP: a network's own time at 2 GPUs times the simulated growth
+    from there.
     """
     name = "ddp_step_seconds_v100"
     rows = []
@@ -80,7 +80,7 @@ def v100_steps() -> Table:
 
 
 def nccl_in_one_host() -> Table:
-    """NCCL on 2 to 8 GPUs of a host, from how they are wired."""
+    """Return NCCL on 2 to 8 GPUs of a host, from how they are wired."""
     name = "nccl_all_reduce_in_one_host"
     rows = []
     sizes = sorted({row["message_mib"] for row in facts.rows(name)})
@@ -99,8 +99,8 @@ def nccl_in_one_host() -> Table:
 
 
 def nccl_sizes() -> Table:
-    """NCCL's ring on 8 A100s, every power of two from the smallest published size to twice the
-    largest.
+    """Return NCCL's ring on 8 A100s, every power of two from the smallest published size to twice
+    the largest.
 
     The error of rows left out is that on 4 A100s of another host, for which all sizes are
     published.
@@ -117,7 +117,7 @@ def nccl_sizes() -> Table:
 
 
 def schedules() -> Table:
-    """Pipeline schedules; one row is known of each of the two larger models.
+    """Return pipeline schedules; one row is known of each of the two larger models.
 
     The second fit sees one row of a model, 1F1B with the most micro-batches, and predicts the
     model's other rows.
@@ -148,7 +148,7 @@ def schedules() -> Table:
 
 
 def zero3_and_3d() -> Table:
-    """ZeRO-3 against tensor, pipeline and data parallelism."""
+    """Return ZeRO-3 against tensor, pipeline and data parallelism."""
     settings = [
         {"plan": plan, "parameters": parameters, "gpus": gpus}
         for plan, first in (("ZeRO-3", 640), ("PTD", 560))
@@ -170,7 +170,7 @@ def zero3_and_3d() -> Table:
 
 
 def fsdp() -> Table:
-    """Llama 3.1 8B on H100s with slower memory, which no fit saw: half is recomputed."""
+    """Return Llama 3.1 8B on H100s with slower memory, which no fit saw: half is recomputed."""
     rows = []
     for row in facts.rows(published.FSDP):
         setting = {"gpus": row["gpus"], "kernels": row["kernels"]}
@@ -184,7 +184,7 @@ def fsdp() -> Table:
 
 
 def gpt_steps() -> Table:
-    """GPT steps of 2021 by tensor, data and pipeline parallelism."""
+    """Return GPT steps of 2021 by tensor, data and pipeline parallelism."""
     name = published.GPT
     quantity = published.GPT_MS
     settings = facts.rows(name)
@@ -201,7 +201,7 @@ def gpt_steps() -> Table:
 
 
 def transformers_of_today() -> Table:
-    """Training runs of today, with what each takes in seconds and memory."""
+    """Return the training runs of today, with what each takes in seconds and memory."""
     name = "transformer_throughput"
     rows = []
     for row in facts.rows(name):
@@ -217,7 +217,9 @@ def transformers_of_today() -> Table:
 
 
 def nccl_two_hosts() -> Table:
-    """All-reduces over two hosts by a latency and a rate, from the smallest and largest size."""
+    """Return all-reduces over two hosts by a latency and a rate, from the smallest and largest
+    size.
+    """
     name = "nccl_efa_two_hosts_a100"
     known = {row["bytes"]: row["all_reduce_us"] for row in facts.rows(name)}
     small = min(known)
@@ -235,8 +237,8 @@ def nccl_two_hosts() -> Table:
 
 
 def bus_bandwidth() -> Table:
-    """All-reduces on H200 and B200 hosts by a latency and a rate from two sizes, to show what a
-    plain model misses.
+    """Return all-reduces on H200 and B200 hosts by a latency and a rate from two sizes, to show
+    what a plain model misses.
     """
     name = "nccl_bus_bandwidth_h200_b200"
     quantity = "busbw_GBps"
@@ -274,7 +276,7 @@ TABLES: tuple[Callable[[], Table], ...] = (
 
 
 def sizes(result: Answer, *fields: str) -> Row:
-    """More predictions of a run, to four digits: fields of its answer."""
+    """Return more predictions of a run, to four digits: fields of its answer."""
     return {field: float(f"{getattr(result, field):.4g}") for field in fields}
 
 
@@ -285,7 +287,7 @@ def entries(
     model: Callable[[Row], float],
     calibrated: Callable[[Row], bool] = bool,
 ) -> list[Row]:
-    """The scoreboard's rows of a table: what `model` predicts for each setting, beside the
+    """Return the scoreboard's rows of a table: what `model` predicts for each setting, beside the
     published row of that one.
 
     Unless `calibrated` says otherwise, every measured row counts as seen by the fit.
@@ -306,7 +308,7 @@ def entries(
 def entry(
     table: str, keys: Row, quantity: str, measured: float | None, predicted: float, calibrated: bool
 ) -> Row:
-    """One row of the scoreboard, with 8 instead of 8.0 among its keys."""
+    """Return one row of the scoreboard, with 8 instead of 8.0 among its keys."""
     keys = dict(keys)
     for key, value in keys.items():
         if isinstance(value, float) and value == int(value):

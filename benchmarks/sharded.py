@@ -81,12 +81,12 @@ class _Sleep(torch.autograd.Function):
 def against(
     measure: Callable, most: float, ours: str, other: str, world_sizes: tuple[int, ...] = (2, 4)
 ) -> Callable:
-    """A part that calls `measure` for every model and K; `ours` is to take at most `most` times the
-    `other`'s time.
+    """Return a part that calls `measure` for every model and K; `ours` is to take at most `most`
+    times the `other`'s time.
     """
 
     def part(args: argparse.Namespace) -> Part:
-        """Seconds of a step, a row for each model and world size."""
+        """Return the seconds of a step, a row for each model and world size."""
         rows = []
         table = []
         promises = []
@@ -110,8 +110,8 @@ def against(
 
 
 def optimizer_times(model: str, repeats: int) -> dict[str, float]:
-    """Seconds of a step with torch's DDP and ZeroRedundancyOptimizer, and with ours, which averages
-    by itself.
+    """Return the seconds of a step with torch's DDP and ZeroRedundancyOptimizer, and with ours,
+    which averages by itself.
     """
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
@@ -130,7 +130,7 @@ def optimizer_times(model: str, repeats: int) -> dict[str, float]:
 
 
 def fully_sharded_times(model: str, repeats: int) -> dict[str, float]:
-    """Seconds of a step with torch's fully_shard and with ours, the same blocks."""
+    """Return the seconds of a step with torch's fully_shard and with ours, the same blocks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -151,8 +151,8 @@ def fully_sharded_times(model: str, repeats: int) -> dict[str, float]:
 
 
 def pipeline_times(model: str, repeats: int) -> dict[str, float]:
-    """Seconds of a step, forward and backward, of torch's 1F1B and GPipe and of ours, 2 K
-    micro-batches.
+    """Return the seconds of a step, forward and backward, of torch's 1F1B and GPipe and of ours, 2
+    K micro-batches.
     """
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -180,7 +180,8 @@ def pipeline_times(model: str, repeats: int) -> dict[str, float]:
 
 
 def nan_check_times(model: str, repeats: int) -> dict[str, float]:
-    """Seconds of a step of stage 5 whose gradients are checked for NaN, and of the checks in it.
+    """Return the seconds of a step of stage 5 whose gradients are checked for NaN, and of the
+    checks in it.
 
     The checks take less time than a step varies by, so they are timed by themselves, where they
     happen: in the backward pass, when the gradient has just been computed.
@@ -211,7 +212,7 @@ def nan_check_times(model: str, repeats: int) -> dict[str, float]:
 
 
 def hierarchy(args: argparse.Namespace) -> Part:
-    """A flat and a hierarchical all-reduce over two virtual hosts of two ranks, beside the
+    """Time a flat and a hierarchical all-reduce over two virtual hosts of two ranks, beside the
     theory.
     """
     link = Link("100Mbit", hosts=2)
@@ -238,7 +239,7 @@ def hierarchy(args: argparse.Namespace) -> Part:
 
 
 def all_reduce_times(nbytes: int, repeats: int) -> dict[str, float]:
-    """Seconds of both all-reduces of `nbytes` bytes."""
+    """Return the seconds of both all-reduces of `nbytes` bytes."""
     tensor = torch.zeros(nbytes // 4)
     hierarchical = partial(hierarchical_all_reduce, ranks_per_host=2)
     return medians(
@@ -248,8 +249,8 @@ def all_reduce_times(nbytes: int, repeats: int) -> dict[str, float]:
 
 
 def bubbles(args: argparse.Namespace) -> Part:
-    """The measured bubble of both schedules beside the formula, with layers that sleep instead of
-    computing.
+    """Return the measured bubble of both schedules beside the formula, with layers that sleep
+    instead of computing.
     """
     rows = []
     for microbatches in (2, 4, 8):
@@ -263,7 +264,7 @@ def bubbles(args: argparse.Namespace) -> Part:
 
 
 def idle_share(schedule: Callable, microbatches: int, repeats: int) -> float:
-    """The share of a step in which a rank does not compute."""
+    """Return the share of a step in which a rank does not compute."""
     layers = torch.nn.Sequential(torch.nn.Linear(4, 4), Delay(forward_ms=20, backward_ms=40))
     inputs = torch.randn(microbatches, 4)
     targets = torch.randint(4, (microbatches,))

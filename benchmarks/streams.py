@@ -40,8 +40,8 @@ _open: WeakKeyDictionary = WeakKeyDictionary()  # {process group: its streams}
 
 @contextmanager
 def to_neighbours(group: dist.ProcessGroup | None, nbytes: int) -> Iterator["Streams"]:
-    """The links of this rank in the ring of `group`, for tensors of `nbytes` in all; the block ends
-    when all have left.
+    """Yield the links of this rank in the ring of `group`, for tensors of `nbytes` in all; the
+    block ends when all have left.
 
     All ranks must enter together, because the first time they connect. A ValueError says that the
     left neighbour's tensor has another size. After an error the streams are closed, because parts
@@ -91,7 +91,7 @@ class Streams:
         self.leaving.append(self.writer.submit(self.write, tensor))
 
     def write(self, tensor: torch.Tensor) -> None:
-        """In the writer's thread: put all bytes of `tensor` into the stream."""
+        """Put all bytes of `tensor` into the stream, in the writer's thread."""
         start = perf_counter()
         try:
             self.outgoing.sendall(bytes_of(tensor))
@@ -167,8 +167,8 @@ def connect(left: int, right: int, group: dist.ProcessGroup) -> tuple[socket.soc
 
 
 def let_in(door: socket.socket, password: bytes, deadline: float) -> socket.socket:
-    """The first connection that begins with the password, which only the left neighbour has; others
-    are closed.
+    """Return the first connection that begins with the password, which only the left neighbour has;
+    others are closed.
     """
     while True:
         door.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -181,8 +181,8 @@ def let_in(door: socket.socket, password: bytes, deadline: float) -> socket.sock
 
 
 def own_address() -> tuple[socket.AddressFamily, str]:
-    """The address, with its family, under which other ranks reach this one: that from which it
-    reaches MASTER_ADDR.
+    """Return the address, with its family, under which other ranks reach this one: that from which
+    it reaches MASTER_ADDR.
     """
     # The first answer will do; nothing listens at port 1, and nothing has to.
     places = socket.getaddrinfo(os.environ["MASTER_ADDR"], port=1, type=socket.SOCK_DGRAM)
@@ -193,7 +193,7 @@ def own_address() -> tuple[socket.AddressFamily, str]:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a flat `tensor` as bytes."""
+    """Return the memory of a flat `tensor` as bytes."""
     # An array is a buffer, but its type does not say so.
     array: Any = tensor.detach().view(torch.uint8).numpy()
     return memoryview(array)

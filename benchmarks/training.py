@@ -36,7 +36,7 @@ class Encoder(torch.nn.Module):
 def model_and_batch(
     name: str, options: dict[str, Any], samples: int
 ) -> tuple[Callable, Tensor, Tensor]:
-    """A function that makes the model, always the same, and this rank's inputs and targets.
+    """Return a function that makes the model, always the same, and this rank's inputs and targets.
 
     Besides the course's problems there is "encoder", many small parameters on the data of
     "synthetic".

@@ -56,7 +56,7 @@ FUZZ_MS = "2"  # A sleep before a lock takes at most so many milliseconds.
 
 
 def exact(args: argparse.Namespace) -> Part:
-    """Each stage beside its closed form."""
+    """Compare each stage with its closed form."""
     rows = []
     for world_size in tqdm(WORLD_SIZES, unit="world size", disable=None):
         rows += beside_closed_forms(world_size, STAGES)
@@ -68,7 +68,7 @@ def exact(args: argparse.Namespace) -> Part:
 
 
 def beside_closed_forms(world_size: int, stages: tuple[str, ...]) -> list[Row]:
-    """A row for each stage: its step in virtual time, its closed form, and how far they may
+    """Return a row for each stage: its step in virtual time, its closed form, and how far they may
     differ.
     """
     rows = []
@@ -86,12 +86,14 @@ def beside_closed_forms(world_size: int, stages: tuple[str, ...]) -> list[Row]:
 
 
 def problem_for(stage: str, world_size: int) -> str:
-    """What is trained: the digits, but for a pipeline of more ranks than their model has layers."""
+    """Return what is trained: the digits, but for a pipeline of more ranks than their model has
+    layers.
+    """
     return "synthetic" if stage == "8" and world_size > 5 else "digits"
 
 
 def bound_of(stage: str, job: Job) -> float:
-    """How far a stage's step may be from its closed form.
+    """Return how far a stage's step may be from its closed form.
 
     Where K does not divide what is sent, chunks are unequal, of which the closed form knows
     nothing.
@@ -106,7 +108,9 @@ def bound_of(stage: str, job: Job) -> float:
 
 
 def same_bits(args: argparse.Namespace) -> Part:
-    """The hash of one comparison in twenty runs and more, under all that could disturb it."""
+    """Return the hash of one comparison in twenty runs and more, under all that could disturb
+    it.
+    """
     ways = {"quiet": 1, "beside four busy processes": 10, "sleeps before locks": 5, "spawned": 5}
     rows = []
     for way, runs in ways.items():
@@ -120,7 +124,7 @@ def same_bits(args: argparse.Namespace) -> Part:
 
 
 def hash_under(way: str) -> str:
-    """The hash of a comparison that something disturbs."""
+    """Return the hash of a comparison that something disturbs."""
     environment = {}
     if way == "sleeps before locks":
         environment = {"MANYRANKS_FUZZ": FUZZ_MS}
@@ -133,7 +137,7 @@ def hash_under(way: str) -> str:
 
 
 def digest(results: Comparison) -> str:
-    """The SHA-256 of all in a comparison that virtual time decides."""
+    """Return the SHA-256 of all in a comparison that virtual time decides."""
     same: dict = {key: getattr(results, key) for key in ("world_size", "emulated_device", "link")}
     keys = ("stage", "step_ms", "communication_ms", "bytes_sent_max", "timeline")
     same["stages"] = []
@@ -180,7 +184,7 @@ def stay_busy(parent: int) -> None:
 
 
 def speed(args: argparse.Namespace) -> Part:
-    """What virtual time costs, once the launch server has imported all that ranks need."""
+    """Return what virtual time costs, once the launch server has imported all that ranks need."""
     rows: list[Row] = []
     runs: tuple = (
         ("compare, all steps", 4, None, comparison.DEFAULT_STAGES),
@@ -207,7 +211,7 @@ def speed(args: argparse.Namespace) -> Part:
 
 
 def cpu_seconds_of_launches() -> float:
-    """CPU seconds so far of the launch server and of all ranks that have ended."""
+    """Return the CPU seconds so far of the launch server and of all ranks that have ended."""
     # The server imports more after its first launch, and takes the next one when it has done so.
     for _ in range(2):
         launch(dist.get_rank, world_size=1)
@@ -216,13 +220,13 @@ def cpu_seconds_of_launches() -> float:
 
 
 def microseconds(link: Link | None) -> float:
-    """CPU microseconds of a post or a wait, of four in an exchange of small messages."""
+    """Return the CPU microseconds of a post or a wait, of four in an exchange of small messages."""
     seconds = launch(exchange, world_size=2, device="cpu", link=link)
     return 1e6 * max(seconds) / (4 * EXCHANGES)
 
 
 def exchange() -> float:
-    """CPU seconds of this thread while two ranks exchange small messages."""
+    """Return the CPU seconds of this thread while two ranks exchange small messages."""
     peer = 1 - dist.get_rank()
     outgoing = torch.ones(1)
     incoming = torch.zeros(1)
@@ -235,7 +239,7 @@ def exchange() -> float:
 
 
 def hosts(args: argparse.Namespace) -> Part:
-    """Stages in real time on virtual hosts, beside virtual time.
+    """Return the stages in real time on virtual hosts, beside virtual time.
 
     With messages of megabytes they must agree; with the small ones of the default comparison TCP's
     slow start shows, of which virtual time knows nothing.
@@ -253,7 +257,7 @@ def hosts(args: argparse.Namespace) -> Part:
 
 
 def beside_hosts(setting: str, problem: str, steps: int, **options: Any) -> list[Row]:
-    """A row for each stage on 4 ranks: its step in virtual time, and on virtual hosts."""
+    """Return a row for each stage on 4 ranks: its step in virtual time, and on virtual hosts."""
     results = comparison.run_on_sockets_too(
         problem=problem, world_size=4, steps=steps, stages=AGAINST_REALITY, **options
     )

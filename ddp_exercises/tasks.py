@@ -43,12 +43,11 @@ class Task:
     points.
 
     - `draw(random)` returns keyword arguments. Every draw has what the task asks for, and chance
-    only
-      adds to it. Without a `probe`, `draw` yields (part, case, arguments).
-    - `probe(*answers, **inputs)` runs on each of `ranks` ranks and yields (part, case, value). -
-    `read(values, **inputs)` computes what is compared, in the grader's process, out of the answer's
-      reach. It gets the values of `probe`, as a list for each rank if there are several, and yields
-      as `probe` does, with {rank: value} for several ranks.
+      only adds to it. Without a `probe`, `draw` yields (part, case, arguments).
+    - `probe(*answers, **inputs)` runs on each of `ranks` ranks and yields (part, case, value).
+    - `read(values, **inputs)` computes what is compared, in the grader's process, out of the
+      answer's reach. It gets the values of `probe`, as a list for each rank if there are several,
+      and yields as `probe` does, with {rank: value} for several ranks.
     - Numbers may differ by `bound` times the largest.
     - `forbidden` are dotted names of functions that an answer must not call.
     - The values of `secret` parts are not told.

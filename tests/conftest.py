@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Many containers set this, and then every rank would compile the course anew.
+# Many containers set this variable; then every rank would compile the course anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
@@ -22,7 +22,7 @@ def pytest_configure(config):
     """Give this run a temporary folder of its own until it ends, so that what is left behind in it
     is ours.
     """
-    is_worker = hasattr(config, "workerinput")  # of pytest-xdist, which inherits the environment
+    is_worker = hasattr(config, "workerinput")  # Workers of pytest-xdist inherit the environment.
     if is_worker or "DDP_COURSE_TESTS" not in os.environ:
         tempfile.tempdir = folder = tempfile.mkdtemp(prefix="tests_")
         os.environ["DDP_COURSE_TESTS"] = os.environ["TMPDIR"] = folder
@@ -37,7 +37,7 @@ MOST_SECONDS = 3.5  # a test that takes longer is not for `make test`
 
 
 def pytest_runtest_logreport(report):
-    """With DDP_COURSE_DURATIONS=FILE write down what each test costs: tests/durations.py makes the
+    """Write down what each test costs, with DDP_COURSE_DURATIONS=FILE; tests/durations.py makes the
     table from it.
     """
     path = os.environ.get("DDP_COURSE_DURATIONS")
@@ -78,7 +78,8 @@ def pytest_xdist_make_scheduler(config, log):
     """A file's tests stay with one worker, which shares its launches; each lesson goes anywhere: it
     shares none.
     """
-    from xdist.scheduler import LoadFileScheduling  # here: a contributor may have come without it
+    # The import stands here, as a contributor may have come without pytest-xdist.
+    from xdist.scheduler import LoadFileScheduling
 
     class ByFileOrLesson(LoadFileScheduling):
         def _split_scope(self, nodeid):
@@ -92,7 +93,7 @@ OWN = re.compile(r"launching/server\.py|multiprocessing.(forkserver|resource_tra
 
 
 def descendants():
-    """Command lines of all processes that this one started, by pid, zombies aside."""
+    """Return the command lines of all processes that this one started, by pid, zombies aside."""
     alive = {}
     for process in psutil.Process().children(recursive=True):
         try:
@@ -104,8 +105,8 @@ def descendants():
 
 
 def entries():
-    """Names in the temporary folder, but for caches of pytest and torch, and what Python removes at
-    its end.
+    """Return the names in the temporary folder, but for caches of pytest and torch, and what Python
+    removes at its end.
     """
     return {
         path.name
@@ -122,7 +123,7 @@ def no_leftovers():
     leftovers = {pid: line for pid, line in descendants().items() if not OWN.search(line)}
     for pid in leftovers:
         try:
-            psutil.Process(pid).wait(5)  # a process that is on its way out may finish
+            psutil.Process(pid).wait(5)  # A process that is on its way out may finish.
         except (psutil.NoSuchProcess, psutil.TimeoutExpired):
             continue
     leftovers = {pid: line for pid, line in descendants().items() if pid in leftovers}

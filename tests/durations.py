@@ -16,8 +16,8 @@ LEAST = 4.0
 
 
 def names(test):
-    """Under which names a test may stand in the table: with its parameters, without them, as its
-    file.
+    """Return under which names a test may stand in the table: with its parameters, without them,
+    as its file.
     """
     return test, test.split("[")[0], test.partition("::")[0]
 

@@ -19,7 +19,7 @@ from ddp_course.errors import CheckpointError
 
 
 def state_of(number, size=1000):
-    """A state that is the same whenever it is asked for, and different for each number."""
+    """Return a state that is the same whenever it is asked for, and different for each number."""
     generator = torch.Generator().manual_seed(number)
     return {
         "model": {"weight": torch.randn(size, generator=generator), "count": torch.tensor(number)},
@@ -65,7 +65,7 @@ def test_what_is_saved_is_loaded_and_the_newest_are_kept(tmp_path):
 
 
 def damaged(content, chance):
-    """A whole checkpoint with one bit flipped."""
+    """Return a whole checkpoint with one bit flipped."""
     position = chance.randrange(len(content))
     return (
         content[:position]
@@ -172,7 +172,7 @@ def test_a_full_disk_loses_nothing(tmp_path):
     assert message.startswith(f'no checkpoint could be written to "{tmp_path}": File too large')
     assert files == [".writer", ".writer.lock", "checkpoint-00000001.pt"] and kept
     with pytest.raises(CheckpointError, match="no checkpoint could be written"):
-        # No folder can be made there.
+        # No folder can be made below a file.
         checkpoint.save(tmp_path / "checkpoint-00000001.pt" / "run", state_of(1))
 
 

@@ -15,7 +15,7 @@ from ddp_exercises.tasks import find
 CLINIC = Path(__file__).parents[1] / "exercises" / "clinic"
 find("11.5")
 CAUSES = sys.modules["exercise_checks.11"].CAUSES
-FAILS = {  # exit code, and what is printed
+FAILS = {  # A patient has an exit code, and prints some words.
     1: (1, "Received data size doesn't match"),
     2: (1, "Timed out waiting"),
     3: (1, "Received data size doesn't match"),
@@ -57,7 +57,7 @@ def torchrun(script, folder):
 
 
 def runs_of(number):
-    """How often a patient runs: the tenth goes on from its own checkpoint."""
+    """Return how often a patient runs: the tenth goes on from its own checkpoint."""
     return 2 if number == 10 else 1
 
 
@@ -92,7 +92,9 @@ def test_a_mended_patient_trains(number, tmp_path):
 
 
 def solution():
-    """What the solution of task 11.5 says is wrong in each patient, and what belongs there."""
+    """Return what the solution of task 11.5 says is wrong in each patient, and what belongs
+    there.
+    """
     cells = json.loads(next(CLINIC.parents[1].glob("solutions/11_*.ipynb")).read_text())["cells"]
     names = {}
     answer = next(cell for cell in cells if cell["id"] == "answer-11-5")

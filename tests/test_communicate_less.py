@@ -34,7 +34,7 @@ def flat(model):
 
 
 def on_rank(way, steps=STEPS):
-    """One rank: (weights, bytes sent) after some steps of `way(model, batches)`."""
+    """Return (weights, bytes sent) of one rank after some steps of `way(model, batches)`."""
     problem = small_problem()
     rank = dist.get_rank()
     world_size = dist.get_world_size()

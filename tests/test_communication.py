@@ -32,8 +32,8 @@ WRAPS = {
 
 
 def layers(width):
-    """Uneven layers, so that buckets of two wrappers that mix differ in size, or at least in
-    content.
+    """Return uneven layers, so that buckets of two wrappers that mix differ in size, or at least
+    in content.
     """
     return nn.Sequential(
         nn.Linear(6, width), SyncBatchNorm(width), nn.Tanh(), nn.Linear(width, 6)
@@ -50,8 +50,8 @@ ARRANGED = {"nested": lambda a, b, x: b(a(x)), "side by side": lambda a, b, x: a
 
 
 def two_wrappers(name, arranged, steps=4):
-    """How far the gradients of two models, each wrapped, are from those of both together on the
-    whole batch.
+    """Return how far the gradients of two models, each wrapped, are from those of both together on
+    the whole batch.
     """
     torch.manual_seed(0)
     pair = layers(40), layers(30)
@@ -69,7 +69,9 @@ def two_wrappers(name, arranged, steps=4):
 
 
 def whole_batch(pair, arranged, step):
-    """The gradients on one device, where ordinary batch normalisation sees the whole batch."""
+    """Return the gradients on one device, where ordinary batch normalisation sees the whole
+    batch.
+    """
     alone = []
     for module in pair:
         plain = nn.Sequential(
@@ -150,7 +152,7 @@ def threads_after_the_group():
         parallel(torch.ones(1, 2)).sum().backward()
         counts.append(sum(thread.name == "communication" for thread in threading.enumerate()))
         del parallel, model
-    communication._threads.clear()  # as when the process group is destroyed
+    communication._threads.clear()  # The destruction of a process group does the same.
     gc.collect()
     [thread.join(10) for thread in threading.enumerate() if thread.name == "communication"]
     return counts, sum(thread.name == "communication" for thread in threading.enumerate())
@@ -161,7 +163,7 @@ def test_two_wrappers_one_after_the_other_use_one_thread_that_ends_with_its_grou
 
 
 def wrapped_for_one_pass(wrapper):
-    """The gradient of a pass through a wrapper that nobody holds, twice, with a rank's own
+    """Return the gradient of a pass through a wrapper that nobody holds, twice, with a rank's own
     inputs.
     """
     torch.manual_seed(0)
@@ -182,8 +184,8 @@ def test_a_wrapper_that_nobody_holds_still_averages(wrapper):
 
 
 def listening_wrappers():
-    """How many wrappers hear of a gradient after a model was wrapped three times, and a pass made
-    with the last.
+    """Return how many wrappers hear of a gradient after a model was wrapped three times, and a pass
+    made with the last.
     """
     model = torch.nn.Linear(3, 2)
     alive = []

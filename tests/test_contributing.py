@@ -117,7 +117,7 @@ HINTS = "## 16.1\n1. What is one more than one?\n2. Add it to itself.\n3. Double
 
 
 def files_of(recipe):
-    """The files that a recipe names, in order."""
+    """Return the files that a recipe names, in order."""
     text = RECIPES.split(f"**Add a{recipe}.**")[1].split("\n**Add")[0]
     return re.findall(r"^\| `([^`]+)` \|", text, re.M)
 
@@ -135,7 +135,9 @@ def house(tmp_path):
 
 
 def run(house, *command):
-    """What a Python command prints in the copy, standard error after it; it must end well."""
+    """Return what a Python command prints in the copy, standard error after it; it must end
+    well.
+    """
     done = subprocess.run(
         [sys.executable, *command],
         cwd=house,

@@ -12,7 +12,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def changed(script, diff):
-    """`script` after one diff of the page; each piece that the diff names stands there once."""
+    """Return `script` after one diff of the page; each piece that the diff names stands there
+    once.
+    """
     pieces = []
     for line in diff:
         if line[0] != "+" and (not pieces or pieces[-1][1]):
@@ -29,7 +31,7 @@ def changed(script, diff):
 
 
 def losses(script, folder, ranks):
-    """The losses that a script prints on so many ranks."""
+    """Return the losses that a script prints on so many ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={ranks}", str(script)]
     done = subprocess.run(

@@ -38,7 +38,7 @@ class Counter:
         self.caught_up = self.done
 
     def event(self, enable_timing):
-        """A CUDA event."""
+        """Return a CUDA event."""
         assert enable_timing
         made = SimpleNamespace()
         made.record = lambda stream: setattr(made, "moment", stream())
@@ -143,7 +143,9 @@ def test_the_sums_of_torchs_own_class_are_recorded(gpu, monkeypatch):
 
 
 def kernels_and_spans():
-    """On each rank: a step of stage 6 as torch.profiler and as we see it, both in seconds."""
+    """On each rank, return a step of stage 6 as torch.profiler and as we see it, both in
+    seconds.
+    """
     torch.manual_seed(0)
     layers = [layer for _ in range(8) for layer in (torch.nn.Linear(2048, 2048), torch.nn.Tanh())]
     parallel = DistributedDataParallel(torch.nn.Sequential(*layers).to(rank_device()))

@@ -18,7 +18,7 @@ from manyranks.errors import LaunchTimeout, NotFiniteError, RankError
 
 
 def poisoned(wrap):
-    """Two steps; in the second one rank 1 meets a batch with NaN in it."""
+    """Train two steps; in the second one rank 1 meets a batch with NaN in it."""
     torch.manual_seed(0)
     model = tiny_model()
     watch_finite(model)

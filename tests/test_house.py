@@ -16,7 +16,7 @@ MODULES = [path for name in PACKAGES for path in ROOT.glob(f"{name}/**/*.py")]
 
 
 def lint_imports(folder):
-    """What import-linter says of the package in `folder`, by the contracts in its
+    """Return what import-linter says of the package in `folder`, by the contracts in its
     pyproject.toml.
     """
     command = [
@@ -88,7 +88,7 @@ def test_an_import_back_and_a_module_without_a_place_are_refused(house, module, 
 
 
 def long_functions(source, most=50):
-    """Names of the functions that have more than `most` lines."""
+    """Return the names of the functions that have more than `most` lines."""
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     return [node.name for node in functions if node.end_lineno - node.lineno >= most]
 

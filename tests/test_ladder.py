@@ -25,13 +25,13 @@ STAGES = [stage1_single, stage2_dataparallel, stage3_paramserver, stage4_ring, s
 
 
 def train_lines(module):
-    """The code of `train`, without its docstring."""
+    """Return the code of `train`, without its docstring."""
     lines = inspect.getsource(module.train).splitlines()
     return [line for line in lines if not line.strip().startswith('"""')]
 
 
 def changed(before, after):
-    """Lines that a diff of the two shows as removed or added, whichever is more."""
+    """Return how many lines a diff of the two shows as removed or added, whichever is more."""
     marks = [line[0] for line in difflib.ndiff(before, after)]
     return max(marks.count("-"), marks.count("+"))
 
@@ -78,7 +78,7 @@ def test_all_public_functions_of_the_stages_have_docstrings():
 
 
 def trained_by(key, loss, optimizer, targets):
-    """On a rank: the weights after two steps of a stage, and the losses."""
+    """On a rank, return the weights after two steps of a stage, and the losses."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     stage = ladder.STAGES[key]
@@ -114,7 +114,7 @@ def test_every_stage_takes_a_loss_and_an_optimizer():
 
 
 def refusals(targets):
-    """On a rank: what each stage says of these targets."""
+    """On a rank, return what each stage says of these targets."""
     words = {}
     for key in [key for key in OWN if key != "8"]:
         try:
@@ -129,6 +129,6 @@ def test_targets_that_do_not_fit_are_refused_by_every_stage(targets):
     for words in launch(refusals, targets, world_size=2):
         assert words.keys() == set(OWN) - {"8"}
         assert all("cross entropy needs classes as targets" in each for each in words.values())
-    # Of a pipeline only the last stage knows the targets.
+    # Only the last stage of a pipeline knows the targets.
     with pytest.raises(RankError, match="rank 1: ValueError: cross entropy needs classes"):
         launch(trained_by, "8", None, None, targets, world_size=2)

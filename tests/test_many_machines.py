@@ -45,7 +45,7 @@ def expected(options, world_size):
 
 
 def assert_same_run(folder, result, tolerance=0.0):
-    """The newest checkpoint in `folder` has the result's losses and weights."""
+    """Assert that the newest checkpoint in `folder` has the result's losses and weights."""
     state = checkpoint.load(folder)
     assert len(state["losses"]) == len(result["losses"])
     assert (
@@ -56,7 +56,9 @@ def assert_same_run(folder, result, tolerance=0.0):
 
 
 def finished(folder, command, seconds=240, **environment):
-    """What the command prints; `folder` takes the log folders that torchrun leaves behind."""
+    """Return what the command prints; `folder` takes the log folders that torchrun leaves
+    behind.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **environment}
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -271,7 +273,7 @@ def test_the_kubernetes_job(tmp_path):
     [container] = workers["template"]["spec"]["containers"]
     assert container["name"] == "pytorch", "the operator looks for this name"
     environment = {entry["name"]: entry["value"] for entry in container["env"]}
-    environment |= {  # what the operator adds
+    environment |= {  # The operator adds these.
         "PET_NNODES": f"{policy['minReplicas']}:1",
         "PET_NPROC_PER_NODE": str(policy["nProcPerNode"]),
         "PET_RDZV_BACKEND": policy["rdzvBackend"],

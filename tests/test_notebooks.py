@@ -39,7 +39,7 @@ def read(path):
 
 
 def code(notebook):
-    """The lesson's own code cells: without the one that installs the course on Colab."""
+    """Return the lesson's own code cells: without the one that installs the course on Colab."""
     return [
         cell
         for cell in notebook.cells
@@ -92,14 +92,16 @@ def run_nbval(paths, folder, without_namespaces=False, listen=False, cell_second
 
 
 def altered(notebook, world_size):
-    """The notebook as a learner on a smaller machine would run it."""
+    """Return the notebook as a learner on a smaller machine would run it."""
     imports = code(notebook)[0]
     imports.source = imports.source.replace("K = 4", f"K = {world_size}")
     return notebook
 
 
 def lessons_by_cost():
-    """Lessons as parameters: the two that take longest run with the rest of the slow tests."""
+    """Yield lessons as parameters: the two that take longest run with the rest of the slow
+    tests.
+    """
     for path in LESSONS:
         longest = path.name.startswith(("10_", "15_"))
         marks = () if longest else pytest.mark.lessons
@@ -134,8 +136,8 @@ PLANNED = sorted(set(PLAN.findall((ROOT / "docs" / "WORKSHOP.md").read_text("utf
 
 
 def planned(notebook, sections):
-    """A lesson as a plan of the workshop runs it: its imports, and the cells of `sections`, such as
-    "*Predict* to *Plot*, then *Count*".
+    """Return a lesson as a plan of the workshop runs it: its imports, and the cells of `sections`,
+    such as "*Predict* to *Plot*, then *Count*".
     """
     headings = {}
     for position, cell in enumerate(notebook.cells):

@@ -67,7 +67,7 @@ CASES = {
 
 
 def outside_launch(case):
-    """What a rank says in the end."""
+    """Return what a rank says in the end."""
     flight_recorder._own.memory = None
     group = dist.new_group(timeout=timedelta(seconds=SECONDS))
     dist.barrier()

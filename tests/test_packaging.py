@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def locked_in(name):
-    """{package: version} of a lock."""
+    """Return {package: version} of a lock."""
     lines = (ROOT / name).read_text().splitlines()
     return dict(line.split("==") for line in lines if "==" in line)
 
@@ -109,12 +109,12 @@ def test_the_trips_of_the_map_name_modules_that_exist():
     assert len(named) > 20
     beside = [name for name in named if not re.search(rf"\b{re.escape(name)} ", listed)]
     missing = [name for name in beside if not (ROOT / name).is_file()]
-    assert missing == ["checks/NN.py"]  # These are beside the exercises.
+    assert missing == ["checks/NN.py"]  # The checks stand beside the exercises.
     assert re.search(r"^ddp_course/wire.py +Send and receive between ranks", listed, re.MULTILINE)
 
 
 def wait_for_text(path, seconds=60):
-    """What somebody writes into a file."""
+    """Return what somebody writes into a file."""
     deadline = time.monotonic() + seconds
     while not path.is_file() or not path.read_text():
         assert time.monotonic() < deadline, f"nothing came into {path.name}"
@@ -141,7 +141,7 @@ DATA = ("*.py", "py.typed", "*.csv", "*.json", "*.json.gz", "*.mplstyle", "hints
 
 
 def files_of(*packages):
-    """All modules and data of these packages, which a wheel must have."""
+    """Return all modules and data of these packages, which a wheel must have."""
     paths = [path for name in packages for kind in DATA for path in (ROOT / name).rglob(kind)]
     return {path.relative_to(ROOT).as_posix() for path in paths}
 
@@ -187,7 +187,7 @@ def installed(tmp_path_factory):
 
 
 def without_checkout(**more):
-    """The environment without the variable that leads to this checkout."""
+    """Return the environment without the variable that leads to this checkout."""
     return {**{name: value for name, value in os.environ.items() if name != "PYTHONPATH"}, **more}
 
 

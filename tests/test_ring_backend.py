@@ -15,14 +15,14 @@ STEPS = 3
 
 
 def own_ring(tensor, group=None):
-    """What a learner writes: a ring of functions that are not the course's."""
+    """Sum in a ring of steps that cut the tensor themselves, as a learner writes it."""
     chunks = tensor.view(-1).tensor_split(dist.get_world_size(group))
     stage4_ring.reduce_scatter(chunks, group)
     stage4_ring.allgather(chunks, group)
 
 
 def one_step_short(tensor, group=None):
-    """A ring whose allgather ends before the last chunk has come."""
+    """Sum in a ring whose allgather ends before the last chunk has come."""
     rank, size, left, right = wire.neighbours(group)
     chunks = tensor.view(-1).tensor_split(size)
     stage4_ring.reduce_scatter(chunks, group)
@@ -32,7 +32,7 @@ def one_step_short(tensor, group=None):
 
 
 def wrong_chunk(tensor, group=None):
-    """A ring that hands out chunk r where chunk r+1 is finished."""
+    """Sum in a ring that hands out chunk r where chunk r+1 is finished."""
     rank, size, left, right = wire.neighbours(group)
     chunks = tensor.view(-1).tensor_split(size)
     stage4_ring.reduce_scatter(chunks, group)
@@ -49,13 +49,13 @@ def group_of(ring):
 
 
 def net(seed):
-    """168 parameters, all of which 2, 3 and 4 ranks cut evenly, in one bucket or many."""
+    """Return a net of 168 parameters, which 2, 3 and 4 ranks cut evenly, in one bucket or many."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 12, bias=False))
 
 
 def trained(model, wrapped):
-    """The weights after some steps, and what this rank sent meanwhile."""
+    """Return the weights after some steps, and what this rank sent meanwhile."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with wire.counting() as traffic:
         for step in range(STEPS):
@@ -118,7 +118,7 @@ def test_fully_shard_trains_over_the_rings_two_halves(world_size, link):
     (expected, _), *_ = launch(sharded, None, world_size=world_size)
     for weights, _ in ranks:
         assert (weights - expected).abs().max() <= 1e-6 * expected.abs().max()
-    first = 7 * 12 + 12  # Its weights are freed after the forward pass, and gathered again.
+    first = 7 * 12 + 12  # The first layer is freed after the forward pass, and gathered again.
     gathered_and_summed = 2 * sizes_of(expected) + 4 * first
     sent = sum(sent for _, sent in ranks)
     assert sent == STEPS * (world_size - 1) * gathered_and_summed

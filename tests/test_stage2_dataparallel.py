@@ -56,7 +56,7 @@ def test_every_device_has_a_thread_and_threads_know_of_no_grad():
     barrier = threading.Barrier(3, timeout=10)
 
     def function(number):
-        barrier.wait()  # passes only if three threads are here at once
+        barrier.wait()  # This ends only if three threads are here at once.
         seen.add((threading.get_ident(), torch.is_grad_enabled()))
         return number
 

@@ -65,7 +65,9 @@ def test_traffic_is_exactly_the_formula(world_size):
 
 
 def whole_ring_bits():
-    """Ring and whole-gradient ring on values whose sum depends on the order of additions."""
+    """Sum by the ring and the whole-gradient ring values whose sum depends on the order of
+    additions.
+    """
     results = []
     for ring in RINGS.values():
         tensor = rank_tensor(dist.get_rank(), (1000,)) * 10.0 ** dist.get_rank()

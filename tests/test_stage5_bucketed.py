@@ -194,7 +194,7 @@ class Twice(torch.nn.Linear):
 
 
 def refusals():
-    """The words of each refusal, and a gradient afterwards."""
+    """Return the words of each refusal, and a gradient afterwards."""
     said = {}
 
     def refused(name, call, kind=RuntimeError):
@@ -235,7 +235,7 @@ def refusals():
     refused("copied", lambda: copy.deepcopy(parallel), TypeError)
     refused("pickled", lambda: pickle.dumps(parallel), TypeError)
     model.zero_grad()
-    parallel(torch.ones(1, 2)).sum().backward()  # and afterwards it works
+    parallel(torch.ones(1, 2)).sum().backward()  # Afterwards the wrapper works.
     return said, model.weight.grad.tolist()
 
 
@@ -264,7 +264,7 @@ def test_what_it_cannot_do_is_refused_in_clear_words():
 def wrapped_again():
     model = tiny_model()
     for _ in range(2):
-        # The first one is gone, and must not listen any more.
+        # The first wrapper is gone, and must not listen any more.
         parallel = BucketedDDP(model, bucket_cap_mb=0.001)
         model.zero_grad()
         inputs, targets = next(tiny_batches(dist.get_rank(), dist.get_world_size()))

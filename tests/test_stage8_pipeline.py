@@ -39,7 +39,7 @@ def interleaved_zero_bubble(ranks, microbatches):
 
 
 def wave(ranks, microbatches):
-    """A schedule with two stages on each rank: one on the way there, one on the way back.
+    """Return a schedule with two stages on each rank: one on the way there, one on the way back.
 
     So the last rank sends to itself.
     """
@@ -116,7 +116,7 @@ def test_a_gradient_and_an_activation_share_the_way_out_of_their_rank():
 
 
 def most_held(instructions):
-    """The most micro-batches that a rank keeps at any moment of its `instructions`.
+    """Return the most micro-batches that a rank keeps at any moment of its `instructions`.
 
     A forward pass keeps one more. A backward pass releases one, and so does its second half, if it
     is in two halves.
@@ -135,7 +135,7 @@ def test_one_forward_one_backward_holds_fewer_microbatches():
 
 
 def drawn(schedule):
-    """The rows of a schedule as the module's docstring draws them: a cell for each tick."""
+    """Return the rows of a schedule as the module's docstring draws them: a cell for each tick."""
     lines = []
     for row in timetable(schedule):
         cells = [". "] * 18
@@ -195,7 +195,7 @@ def test_schedules_that_cannot_work_are_refused(schedule, message):
 
 
 def deep_model(seed=0, inplace=True):
-    """Eight layers with parameters, so that four ranks have two stages each.
+    """Return eight layers with parameters, so that four ranks have two stages each.
 
     After each of them comes another one, and if `inplace`, some of these overwrite their input.
     """
@@ -214,7 +214,7 @@ def trained_alone():
 
 
 def trained_in_microbatches(microbatches):
-    """The weights of one device that adds up the gradients of the same micro-batches.
+    """Return the weights of one device that adds up the gradients of the same micro-batches.
 
     A pipeline must equal it bit for bit.
     """
@@ -284,7 +284,7 @@ def test_a_pipeline_equals_one_device(world_size):
 
 
 def torchs_order(torchs, ranks, microbatches):
-    """What a schedule of torch lets the ranks do, as our instructions."""
+    """Return what a schedule of torch lets the ranks do, as our instructions."""
     names = {"F": Forward, "B": Backward, "I": BackwardInput, "W": BackwardWeight}
     orders = []
     for rank in range(ranks):
@@ -297,7 +297,7 @@ def torchs_order(torchs, ranks, microbatches):
 
 
 def against_torch(schedule, name):
-    """One step of our pipeline, of torch's, and of ours in the order of torch's.
+    """Take one step of our pipeline, one of torch's, and one of ours in the order of torch's.
 
     Return the largest distance of our gradients from torch's, our losses, and torch's loss.
     """
@@ -343,7 +343,7 @@ def against_torch(schedule, name):
 
 
 def largest_gap(parts, torchs_parts):
-    """The largest distance between the gradients of our parts and of torch's."""
+    """Return the largest distance between the gradients of our parts and of torch's."""
     ours = torch.nn.ModuleList(parts).parameters()
     torchs = torch.nn.ModuleList(torchs_parts).parameters()
     return max(
@@ -370,7 +370,7 @@ def test_it_agrees_with_torchs_pipelining(schedule, name):
 
 
 def batch_norm():
-    """Running means of our pipeline and of torch's.
+    """Return the running means of our pipeline and of torch's.
 
     torch's is told the shapes: otherwise it would try one micro-batch to find them.
     """
@@ -445,7 +445,7 @@ def test_only_activations_and_their_gradients_travel(schedule):
 
 
 def saved_bytes(schedule):
-    """The most bytes that autograd kept for the backward pass at any moment of a step."""
+    """Return the most bytes that autograd kept for the backward pass at any moment of a step."""
     held = 0
     most = 0
 
@@ -619,7 +619,9 @@ def test_ranks_with_batches_of_other_sizes_are_told():
 
 
 def lbfgs():
-    """An optimizer that looks at all gradients, at those of one stage."""
+    """Step a pipeline with an optimizer that looks at all gradients, of which a rank has one
+    stage's.
+    """
     stage = torch.nn.Linear(3, 3)
     pipeline = Pipeline(stage, 2)
     optimizer = torch.optim.LBFGS(stage.parameters())
@@ -663,7 +665,7 @@ def test_on_cuda():
 
 
 def gradients_of_two_steps(emulated):
-    """The gradients that two steps leave; on an emulated device operations are looked at."""
+    """Return the gradients that two steps leave; on an emulated device operations are looked at."""
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)]
     pipeline = Pipeline(split(layers, 2)[dist.get_rank()], 2, loss=nn.functional.mse_loss)

@@ -95,7 +95,9 @@ def gap(ours, one):
 
 
 def trained(change, optimizer=OPTIMIZERS["sgd"], foreach=None):
-    """The distance of a split model to one device after three steps, and whether it was split."""
+    """Return the distance of a split model to one device after three steps, and whether it was
+    split.
+    """
     ours = net()
     one = net()
     for model in (ours, one):
@@ -128,7 +130,9 @@ def test_a_split_model_ends_where_one_device_ends():
 
 
 def averaged(kind, arguments):
-    """A mesh of two by two: gradients over the data axis; the distance to one device."""
+    """Average gradients over the data axis of a mesh of two by two; return the distance to one
+    device.
+    """
     groups = mesh(data=2, tensor=2)
     ours = net()
     one = net()
@@ -235,7 +239,7 @@ def with_gradients():
 
 
 def penalty(wanted):
-    """A gradient of gradients: `wanted` chooses that of the inputs or of the weights."""
+    """Take a gradient of gradients: `wanted` chooses that of the inputs or of the weights."""
     model = split()
     inputs = data()[0].requires_grad_()
     (gradient,) = torch.autograd.grad(
@@ -287,7 +291,9 @@ def tensor_axis(wrap):
 
 
 def torchs_over_the_tensor_axis():
-    """Its constructor finds slices of equal shapes, and nothing amiss."""
+    """Wrap a split model in torch's DDP, whose constructor finds slices of equal shapes, and
+    nothing amiss.
+    """
     model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)).double()
     TORCHS(stage9_tensor.parallelize(model))(data()[0])
 
@@ -301,7 +307,7 @@ def clip_of_zero_1():
 
 
 def each_weight(function):
-    """`function` of the first weight that is a slice."""
+    """Call `function` with the first weight that is a slice."""
     model = with_gradients()
     return function(next(p for p in model.parameters() if isinstance(p, stage9_tensor.Slice)))
 

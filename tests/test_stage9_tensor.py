@@ -13,19 +13,19 @@ from ddp_course.checkpoint import set_random_state
 from manyranks.devices import Device
 from manyranks.errors import RankError
 
-MESHES = [(1, 4), (2, 2), (4, 1), (1, 3)]  # (data, tensor)
+MESHES = [(1, 4), (2, 2), (4, 1), (1, 3)]  # These are pairs (data, tensor).
 
 
 def gpt(heads=4, dropout=0.0):
     torch.manual_seed(0)
     model = problems.ByteGPT(2, 32 * heads, 8, dropout).double()
-    nn.init.normal_(model.head.weight)  # or what the blocks do would hardly be felt
+    nn.init.normal_(model.head.weight)  # By default the blocks would hardly be felt.
     return model
 
 
 def net():
-    """Two pairs of layers of odd sizes, one without a bias, from the same bytes to logits of the
-    same shape.
+    """Return two pairs of layers of odd sizes, one without a bias, from the same bytes to logits of
+    the same shape.
     """
     torch.manual_seed(0)
     first = [
@@ -42,7 +42,7 @@ def net():
 
 
 def batches(rank=0, ranks=1):
-    """Three global batches of 12 samples, or this rank's share of them."""
+    """Yield three global batches of 12 samples, or this rank's share of them."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
         data = torch.randint(256, (12, 9), generator=generator).tensor_split(ranks)[rank]
@@ -50,7 +50,7 @@ def batches(rank=0, ranks=1):
 
 
 def distance(make, tensor, breaking=None):
-    """How far weights and losses (the mean over all ranks) are from those of one device."""
+    """Return how far weights and losses (the mean over all ranks) are from those of one device."""
     if breaking:
         breaking()
     model = make()
@@ -96,7 +96,7 @@ def test_what_is_broken_trains_something_else(breaking):
 
 
 def traffic(tensor):
-    """Bytes that this rank sent in a step, what the formula says, and the bytes of its
+    """Return the bytes that this rank sent in a step, what the formula says, and the bytes of its
     gradients.
     """
     model = gpt()
@@ -126,8 +126,8 @@ def test_bytes_are_those_of_the_formula(data, tensor):
 
 
 def against_torch(change):
-    """Whether the groups are those of torch's mesh; by how much an MLP's outputs and gradients
-    differ from its TP.
+    """Return whether the groups are those of torch's mesh, and by how much an MLP's outputs and
+    gradients differ from its TP.
     """
     devices = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     groups = stage9_tensor.mesh(data=2, tensor=2)
@@ -162,7 +162,7 @@ def test_it_agrees_with_torchs_parallelize_module():
 
 
 def step(model, option, clip):
-    """Gradients of a pass, after one that breaks off on all ranks; return their norm if they are
+    """Run a pass after one that breaks off on all ranks; return the gradients' norm if they are
     clipped.
     """
     inputs, targets = next(batches())
@@ -176,8 +176,8 @@ def step(model, option, clip):
 
 
 def twice_over(option):
-    """Two legs of a step, split and whole again: the distance to one device, and whether all
-    modules are back.
+    """Take two legs of a step, split and whole again; return the distance to one device, and
+    whether all modules are back.
     """
     ours = gpt()
     one = gpt()
@@ -269,7 +269,9 @@ def test_what_cannot_be_split_stays_whole():
 
 
 def on_an_emulated_device():
-    """Gradients are looked at below the functions that a part allows; the distance is the same."""
+    """Train on a device that looks at gradients below the functions that a part allows; return the
+    distance.
+    """
     with Device("1GFLOP/s", "1GB/s").emulate(sleep=False):
         return distance(gpt, 2)
 

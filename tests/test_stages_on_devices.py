@@ -43,12 +43,14 @@ def test_stage_2_drives_as_many_devices_and_its_bus_carries_the_model_out_and_th
     assert sum(shares) == pytest.approx(single.busy_s)
     assert shares == pytest.approx([single.busy_s / world_size] * world_size)
     samples = 24 * (world_size - 1) // world_size
-    data = samples * 8 * (13 + 9 + 9)  # inputs and the outputs' gradients out, outputs in
+    data = samples * 8 * (13 + 9 + 9)  # Outputs come in; the rest goes out.
     assert emulated.copied == 2 * (2 * (world_size - 1) * 8 * PARAMETERS + data)
 
 
 def span_of(names):
-    """Seconds of a step of stage 2 on these devices, and seconds that they have worked."""
+    """Return the seconds of a step of stage 2 on these devices, and seconds that they have
+    worked.
+    """
     model = problems.make("digits").model()
     stage2_dataparallel.train(model, problems.make("digits").batches(12, 1), 0.1, names)
     return clocks.now(), emulation.Emulation.current.busy_s
@@ -57,7 +59,7 @@ def span_of(names):
 def test_threads_of_two_devices_work_at_the_same_time_and_those_of_one_take_turns():
     device = Device("100MFLOP/s")
     ((taken, busy),) = launch(span_of, ["cpu:0", "cpu:1"], world_size=1, device=device)
-    assert taken == pytest.approx(busy / 2, rel=1e-3)  # the pool asks for idle workers, 10 us each
+    assert taken == pytest.approx(busy / 2, rel=1e-3)  # The pool asks for idle workers.
     ((taken, busy),) = launch(span_of, ["cpu", "cpu"], world_size=1, device=device)
     assert taken == pytest.approx(busy, rel=1e-3)
 

@@ -22,7 +22,7 @@ FASTER = 0.95  # a token bucket lets the first few kB of a message pass at once
 
 
 def timed(function, argument):
-    """Seconds from the moment all ranks are ready to the end on this rank."""
+    """Return the seconds from the moment all ranks are ready to the end on this rank."""
     dist.barrier()
     start = time.perf_counter()
     function(argument)
@@ -30,7 +30,7 @@ def timed(function, argument):
 
 
 def time_each():
-    """Seconds of each way to sum BYTES bytes, on every rank."""
+    """Return the seconds of each way to sum BYTES bytes, on every rank."""
     tensor = torch.zeros(BYTES // 4)
     return {
         "server": timed(stage3_paramserver.average_on_server, [tensor]),

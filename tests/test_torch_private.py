@@ -53,8 +53,8 @@ OF_TORCH = ("torch", "dist", "distributed_c10d")
 
 
 def private_uses(source):
-    """The private parts of torch that a module's source names, or a text in it, each as dotted
-    words, and the methods that its classes define for torch to call by a private name.
+    """Return the private parts of torch that a module's source names, or a text in it, each as
+    dotted words, and the methods that its classes define for torch to call by a private name.
     """
     found = set()
     for node in ast.walk(ast.parse(source)):
@@ -79,8 +79,8 @@ def private_uses(source):
 
 
 def methods_for_torch(node):
-    """The private methods of a class that is derived from one of torch's, where torch's has them
-    too.
+    """Return the private methods of a class that is derived from one of torch's, where torch's has
+    them too.
     """
     found = set()
     for base in map(ast.unparse, node.bases):
@@ -126,8 +126,8 @@ late = part("torch.optim:_Nowhere", "the moon")
 
 
 def names_given_by(path):
-    """The names that other modules import from one of the two: functions, constants, and what it
-    imports under a name of its own.
+    """Return the names that other modules import from one of the two: functions, constants, and
+    what it imports under a name of its own.
     """
     names = []
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -147,8 +147,8 @@ def test_each_part_has_one_home():
 
 
 def twin_of_the_default_group():
-    """On a rank: are its ranks and timeout the group's, and do messages on one leave the other
-    alone?
+    """Return, on a rank, whether its ranks and timeout are the group's, and whether messages on one
+    leave the other alone.
     """
     group = torch_private.default_group()
     twin = torch_private.group_like(group)

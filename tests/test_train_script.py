@@ -21,8 +21,8 @@ WORLD_SIZES = [2, pytest.param(4, marks=pytest.mark.slow)]
 
 
 def run(arguments, **changes):
-    """What the script does in one rank; the result without what is printed. `changes` replace
-    functions of it.
+    """Return what the script does in one rank; the result without what is printed. `changes`
+    replace functions of it.
     """
     from ddp_course import train
 
@@ -40,7 +40,7 @@ def each_stage(stages, options):
 
 
 def apart(one, other):
-    """The greatest difference between two results' weights and losses."""
+    """Return the greatest difference between two results' weights and losses."""
     weights = [
         (one["model"][name] - tensor).abs().max().item() for name, tensor in other["model"].items()
     ]
@@ -72,8 +72,8 @@ def test_split_models_side_by_side(options):
 
 
 def stopped_and_resumed(cases, folder, options):
-    """For (stage, next stage): train half way with one, go on with the other; and never stopped at
-    all.
+    """Train half way with one stage and go on with another, for each (stage, next stage); and never
+    stop at all.
     """
     results = {}
     for number, (first, then) in enumerate(cases):
@@ -115,8 +115,8 @@ REAL = {
 
 
 def each_real_case(steps, folder):
-    """Stages 3 to 6 on both real problems up to `steps`, from the checkpoints in `folder` on:
-    {case: result}.
+    """Return {case: result} of stages 3 to 6 on both real problems up to `steps`, from the
+    checkpoints in `folder` on.
     """
     results = {}
     for stage, problem in product(("3", "4", "5", "6"), REAL):
@@ -133,8 +133,8 @@ def each_real_case(steps, folder):
 
 
 def stopped_twice(folder, world_size):
-    """Stopped before stage 6 rebuilds its buckets, and after; each leg in new processes. Rank 0's
-    results.
+    """Stop before stage 6 rebuilds its buckets, and after, each leg in new processes; return rank
+    0's results.
     """
     for steps in (1, 3):
         launch(each_real_case, steps, f"{folder}/stopped", world_size=world_size)
@@ -261,7 +261,7 @@ def test_the_script_alone(tmp_path):
 
 
 def ranks_of(agent):
-    """The processes that train, among the descendants of a torchrun, oldest first."""
+    """Return the processes that train, among the descendants of a torchrun, oldest first."""
     found = [
         process
         for process in psutil.Process(agent.pid).children(recursive=True)
@@ -280,7 +280,7 @@ def ranks_of(agent):
 )
 def test_ranks_end_when_their_torchrun_is_killed(tmp_path, program, seconds):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environ = {**os.environ, "TMPDIR": str(tmp_path)}  # a killed torchrun cannot tidy up
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}  # A killed torchrun cannot tidy up.
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     command = [*torchrun, "-m", *program.split()]
     job = subprocess.Popen(command, env=environ, cwd=tmp_path, **quiet)
@@ -332,7 +332,7 @@ def test_under_torchrun_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
             ranks_of(agent)[kill].send_signal(signal.SIGKILL)
         assert agent.wait(180) == 0, (tmp_path / "log").read_text()
     finally:
-        agent.terminate()  # torchrun ends its ranks then; nothing happens if it has ended
+        agent.terminate()  # torchrun ends its ranks, too.
         agent.wait(60)
     expected = launch(run, options, world_size=2)[0]
     loaded = checkpoint.load(tmp_path)
@@ -370,7 +370,8 @@ def test_the_ranks_of_a_slurm_job():
         and joined["MASTER_PORT"] == "24567"
     )
     assert from_slurm(task | {"MASTER_ADDR": "head", "MASTER_PORT": "7"})["MASTER_ADDR"] == "head"
-    assert from_slurm({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None  # the batch script itself
+    # The batch script itself is no rank.
+    assert from_slurm({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None
 
 
 @pytest.mark.parametrize(

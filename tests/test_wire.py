@@ -31,7 +31,7 @@ def count_in_threads():
     work = [lambda: wire.send(tensor, 1), lambda: wire.recv(tensor, 0)][dist.get_rank()]
     with wire.counting() as traffic, ThreadPoolExecutor() as pool:
         pool.submit(work).result()
-    work()  # this message comes after the block, and is not counted
+    work()  # This message is not counted: it comes after the block.
     return traffic
 
 

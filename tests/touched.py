@@ -48,7 +48,9 @@ PACKAGES = ("manyranks", "ddp_course", "ddp_exercises", "ddp_predictions")
 
 
 def named_like(path: str) -> str | None:
-    """The test file or folder that has the name of a module, or of the nearest folder around it."""
+    """Return the test file or folder that has the name of a module, or of the nearest folder around
+    it.
+    """
     parts = list(Path(path).with_suffix("").parts)
     if parts[0] == "ddp_course":
         parts = parts[1:]
@@ -63,7 +65,7 @@ def named_like(path: str) -> str | None:
 
 
 def touched(paths: list[str]) -> list[str]:
-    """The tests for these changed paths, each once, in order."""
+    """Return the tests for these changed paths, each once, in order."""
     chosen: dict[str, None] = {}
     for path in paths:
         if path.startswith("tests/"):

@@ -23,8 +23,8 @@ SVG = {
 
 
 def drawn(recipe: dict, most: int) -> str:
-    """The explorer that `recipe` describes as JSON for the script: its sliders, and about `most`
-    pictures or fewer.
+    """Return the explorer that `recipe` describes as JSON for the script: its sliders, and about
+    `most` pictures or fewer.
 
     Where there are more positions than that, the longest sliders lose some in their middle.
     """
@@ -57,7 +57,7 @@ def drawn(recipe: dict, most: int) -> str:
 
 
 def positions(control):
-    """All (label, value) pairs that a slider can stand at now."""
+    """Return all (label, value) pairs that a slider can stand at now."""
     if isinstance(control, ipywidgets.SelectionSlider):
         # The public `options` may be pairs or bare values; these are always both.
         return list(zip(control._options_labels, control._options_values, strict=True))
@@ -65,8 +65,8 @@ def positions(control):
 
 
 def movable_ends(explorer):
-    """Sliders of whole numbers behind the first: how far they go may depend on those before
-    them.
+    """Return sliders of whole numbers behind the first: how far they go may depend on those
+    before them.
     """
     return [
         name
@@ -76,8 +76,8 @@ def movable_ends(explorer):
 
 
 def thinned(all_positions, first_values, most):
-    """`all_positions` {name: (label, value) pairs}, with pairs left out of the longest until `most`
-    pictures remain.
+    """Return `all_positions` {name: (label, value) pairs}, with pairs left out of the longest until
+    `most` pictures remain.
 
     Each slider's first value stays, and its ends as long as that can be.
     """
@@ -94,8 +94,8 @@ def thinned(all_positions, first_values, most):
 
 
 def branch(explorer, kept, names, lines, labels):
-    """The tree of pictures: a list for each of the sliders `names`, whose positions are `kept`, and
-    at its ends [message, alternative text, line numbers].
+    """Return the tree of pictures: a list for each of the sliders `names`, whose positions are
+    `kept`, and at its ends [message, alternative text, line numbers].
 
     On the way `lines`, {line: its number}, and `labels`, {name: labels}, are filled.
     """
@@ -116,7 +116,7 @@ def branch(explorer, kept, names, lines, labels):
 
 
 def svg(picture) -> str:
-    """A picture as SVG, the same at every run."""
+    """Return a picture as SVG, the same at every run."""
     file = io.StringIO()
     with style(), matplotlib.rc_context(SVG):
         picture.savefig(file, format="svg", metadata={"Date": None, "Creator": None})

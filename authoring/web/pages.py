@@ -44,7 +44,7 @@ class Page:
 
 
 def notebook(path: Path) -> Page:
-    """The page of a lesson or an exercise, with links between the two."""
+    """Return the page of a lesson or an exercise, with links between the two."""
     page = Page(f"{path.parent.name}/{path.stem}.md", "")
     parts = []
     predictions = []
@@ -60,14 +60,14 @@ def notebook(path: Path) -> Page:
 
 
 def document(path: Path) -> Page:
-    """The page of one of the documents in docs/."""
+    """Return the page of one of the documents in docs/."""
     where = f"docs/{path.name}"
     return Page(where, prose(path.read_text(encoding="utf-8"), where))
 
 
 def ways_in(path: Path) -> str:
-    """The links under a page's title: where to open the notebook, and the lesson or exercise that
-    goes with it.
+    """Return the links under a page's title: where to open the notebook, and the lesson or exercise
+    that goes with it.
     """
     other = "notebooks" if path.parent.name == "exercises" else "exercises"
     opening = addresses(f"{path.parent.name}/{path.name}")
@@ -80,7 +80,7 @@ def ways_in(path: Path) -> str:
 
 
 def prose(markdown: str, where: str) -> str:
-    """A text of CommonMark as the generator's Markdown: lists set apart, answers opened to
+    """Return a text of CommonMark as the generator's Markdown: lists set apart, answers opened to
     Markdown, links mended.
     """
     parts = CODE.split(markdown)
@@ -92,7 +92,7 @@ def prose(markdown: str, where: str) -> str:
 
 
 def mathml(match: re.Match) -> str:
-    """One TeX formula as MathML, which browsers show without help."""
+    """Return one TeX formula as MathML, which browsers show without help."""
     block, inline = match.groups()
     tex = (block or inline).strip().replace("\n", " ")
     display = "block" if block else "inline"
@@ -101,7 +101,7 @@ def mathml(match: re.Match) -> str:
 
 
 def target(link: str, where: str) -> str:
-    """Where a link on the page `where` leads: to a page of the site, or else into the
+    """Return where a link on the page `where` leads: to a page of the site, or else into the
     repository.
     """
     name = link.partition("#")[0]
@@ -120,8 +120,8 @@ def target(link: str, where: str) -> str:
 
 
 def with_lists_apart(markdown: str) -> str:
-    """An empty line before each list that CommonMark would begin in mid-paragraph; code is left
-    alone.
+    """Return an empty line before each list that CommonMark would begin in mid-paragraph; code is
+    left alone.
     """
     lines = []
     fenced = False
@@ -136,7 +136,9 @@ def with_lists_apart(markdown: str) -> str:
 
 
 def code_cell(cell, page: Page, predictions: list) -> str:
-    """A code cell and what came out of it. The search finds the words around cells, not in them."""
+    """Return a code cell and what came out of it. The search finds the words around cells, not in
+    them.
+    """
     parts = []
     if cell.source.strip():
         parts.append(fence(cell.source, "python"))
@@ -154,15 +156,15 @@ def code_cell(cell, page: Page, predictions: list) -> str:
 
 
 def fence(text: str, language: str) -> str:
-    """A fenced block that nothing in `text` can end."""
+    """Return a fenced block that nothing in `text` can end."""
     longest_run = max(map(len, re.findall(r"`+", text)), default=0)
     ticks = "`" * max(3, longest_run + 1)
     return f"{ticks}{language}\n{TERMINAL.sub('', text).rstrip()}\n{ticks}"
 
 
 def markdown_of(output, page: Page, predictions: list, language: str | None) -> str:
-    """One output of a cell; `language` is that of a text which is code. `predictions` are the
-    page's questions so far, of which the last one waits for its answer.
+    """Return one output of a cell; `language` is that of a text which is code. `predictions` are
+    the page's questions so far, of which the last one waits for its answer.
     """
     if "data" not in output:
         text = output.get("text") or "\n".join(output.get("traceback", []))
@@ -194,12 +196,12 @@ def markdown_of(output, page: Page, predictions: list, language: str | None) -> 
 
 
 def alternative(output) -> str:
-    """What a figure shows, in words."""
+    """Return what a figure shows, in words."""
     return output.metadata.get("image/png", {}).get("alt") or output.data.get("text/plain", "")
 
 
 def picture(output, page: Page) -> str:
-    """A figure as a file beside the page."""
+    """Return a figure as a file beside the page."""
     name = f"{Path(page.path).stem}-{len(page.pictures) + 1}.png"
     page.pictures[name] = base64.b64decode(output.data["image/png"])
     words = html.escape(" ".join(alternative(output).split()))
@@ -207,7 +209,7 @@ def picture(output, page: Page) -> str:
 
 
 def explorer(output, page: Page) -> str:
-    """The place of an explorer, and its first picture until the script has run."""
+    """Return the place of an explorer, and its first picture until the script has run."""
     place = f"{Path(page.path).stem}-explorer-{len(page.explorers) + 1}"
     page.explorers[place] = output.data[MIME]
     return (
@@ -217,7 +219,9 @@ def explorer(output, page: Page) -> str:
 
 
 def prediction(text: str, number: int) -> str:
-    """A question with its answers to choose from; `text` has a line for each, marked "( )"."""
+    """Return a question with its answers to choose from; `text` has a line for each, marked "(
+    )".
+    """
     question, *answers = text.split("\n")
     inside = f"<legend>{html.escape(question)}</legend>"
     for place, answer in enumerate(answers):
@@ -228,7 +232,9 @@ def prediction(text: str, number: int) -> str:
 
 
 def opening_question(question: dict) -> str:
-    """A question about an earlier lesson; its answers and their reasons are behind a click."""
+    """Return a question about an earlier lesson; its answers and their reasons are behind a
+    click.
+    """
     items = ""
     for answer, reason in question["answers"].items():
         verdict = "right" if answer == question["right"] else "no"
@@ -239,7 +245,7 @@ def opening_question(question: dict) -> str:
 
 
 def reveal(ours: dict, number: int, line: str) -> str:
-    """The line that answers prediction `number`."""
+    """Return the line that answers prediction `number`."""
     outcome = html.escape(line)  # "The answer: 1.5 p (counted)."
     why = html.escape(json.dumps(ours.get("why", [])))
     settings = (

@@ -17,7 +17,7 @@ class Shadow(JoinHook):
     `divide_by_initial_world_size` chooses the divisor of the other ranks' sum:
 
     - True: it is K, as if the missing shares were zero, so every sample of the epoch weighs the
-    same.
+      same.
     - False: it is the number of ranks that still have data, so the late samples weigh more.
     """
 

@@ -158,7 +158,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
 
     def trainable(self):
-        """The flat tensors in which some parameter is trainable."""
+        """Return the flat tensors in which some parameter is trainable."""
         flats = []
         for flat in self.flats:
             if any(parameter.requires_grad for parameter in flat.parameters):

@@ -56,7 +56,7 @@ class Owner:
 
 
 def read_roster(path: str | Path) -> Roster:
-    """A roster from a file.
+    """Return the roster that a file holds.
 
     The file has one learner per line, or it is CSV with titles, such as Canvas' export of its
     gradebook, Moodle's grading worksheet, or any table with a column `learner`. Raises GradingError

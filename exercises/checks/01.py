@@ -15,7 +15,7 @@ SAMPLES = 6  # A micro-batch of 1.2 has so many.
 
 
 def small_model(seed):
-    """A little net in float64, and its plain SGD optimizer."""
+    """Return a little net in float64, and its plain SGD optimizer."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
@@ -23,12 +23,14 @@ def small_model(seed):
 
 
 def weights(model):
-    """All parameters as one vector."""
+    """Return all parameters as one vector."""
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
 def after_one_step(model, batches):
-    """The weights after a step of plain SGD on all batches at once; the model stays as it is."""
+    """Return the weights after a step of plain SGD on all batches at once; the model stays as it
+    is.
+    """
     ahead = copy.deepcopy(model)
     inputs = torch.cat([part for part, _ in batches])
     targets = torch.cat([part for _, part in batches])
@@ -38,8 +40,8 @@ def after_one_step(model, batches):
 
 
 def size_of_update(before, after, goal):
-    """In words, that an update has the right direction but not the right size; else "". There is no
-    update of size 0: the weights themselves show that nothing has changed.
+    """Return in words that an update has the right direction but not the right size; else "".
+    There is no update of size 0: the weights themselves show that nothing has changed.
     """
     right = goal - before
     update = after - before
@@ -51,7 +53,7 @@ def size_of_update(before, after, goal):
 
 
 def batches_of(random, count, size):
-    """`count` batches of (inputs, targets) for the little net."""
+    """Return `count` batches of (inputs, targets) for the little net."""
     batches = []
     for inputs in tensors(random, count, size, 5, dtype=torch.float64):
         targets = torch.tensor([random.randrange(3) for _ in range(size)])
@@ -110,8 +112,8 @@ class RoomForOne:
         self.most = max(self.most, alive)
 
     def fault(self):
-        """In words, that there was no forward pass, or that activations of several micro-batches were
-        kept; else "".
+        """Return in words that there was no forward pass, or that activations of several
+        micro-batches were kept; else "".
         """
         if self.most == 0:
             return "there is no forward pass of the model"

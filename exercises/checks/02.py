@@ -52,13 +52,14 @@ class Scatter:
 
 
 def rows_of(shard):
-    """How many samples a shard has; 0 if it is a single number."""
+    """Return how many samples a shard has; 0 if it is a single number."""
     return len(shard) if shard.ndim else 0
 
 
 def replicas_of(seed, count, some_missing):
-    """`count` models of one shape, each with its own gradients. With `some_missing`, no model has a
-    gradient of the first layer's bias, and only the last model one of the last layer's weight.
+    """Return `count` models of one shape, each with its own gradients. With `some_missing`, no
+    model has a gradient of the first layer's bias, and only the last model one of the last
+    layer's weight.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -74,12 +75,12 @@ def replicas_of(seed, count, some_missing):
 
 
 def gradients(model):
-    """Copies of all gradients as a list, None where there is none."""
+    """Return the copies of all gradients as a list, None where there is none."""
     return [copied_gradient(parameter) for parameter in model.parameters()]
 
 
 def addresses(models):
-    """Where in memory the gradients of some models begin."""
+    """Return where in memory the gradients of some models begin."""
     places = set()
     for model in models:
         for parameter in model.parameters():

@@ -33,16 +33,16 @@ BACK = {
 
 
 def draw_server(random, whole=True):
-    """Tensors that differ by rank (of whole numbers, whose sums are exact, unless they are divided
-    later), and a server for each world size.
+    """Return tensors that differ by rank (of whole numbers, whose sums are exact, unless they
+    are divided later), and a server for each world size.
     """
     servers = {3: random.randrange(1, 3), 4: random.randrange(4), 2: 1, 1: 0}
     return {"values": tensors(random, 4, LENGTH, whole=whole), "servers": servers}
 
 
 def probe_server(function, values, servers):
-    """Every rank's tensor after `function(tensor, server, group)` in worlds of 3, 4, 2 and 1, and
-    the bytes it sent.
+    """Yield every rank's tensor after `function(tensor, server, group)` in worlds of 3, 4, 2 and
+    1, and the bytes it sent.
     """
     for size, group in worlds(3, 4, 2, 1):
         server = servers[size]

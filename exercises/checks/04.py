@@ -82,8 +82,8 @@ def naming_chunks(size):
 
 
 def fewest_chunks(error):
-    """The length of the shortest list of tensors in the function that raised an error; infinity if
-    it has none.
+    """Return the length of the shortest list of tensors in the function that raised an error;
+    infinity if it has none.
     """
     innermost = error.__traceback__
     while innermost.tb_next:
@@ -96,8 +96,8 @@ def fewest_chunks(error):
 
 
 def draw_chunks(random):
-    """Lengths of uneven chunks for 3, 4 and 2 ranks, longer ones first, and for each rank four rows
-    of whole numbers, whose beginnings fill its chunks.
+    """Return the lengths of uneven chunks for 3, 4 and 2 ranks, longer ones first, and for each rank
+    four rows of whole numbers, whose beginnings fill its chunks.
     """
     length = 12 * random.randrange(1, 3) + random.choice((5, 7))  # No world divides it evenly.
     lengths = {}
@@ -110,8 +110,9 @@ def draw_chunks(random):
 
 
 def probe_chunks(function, lengths, values, part, about_finished):
-    """What `function(chunks, group)` leaves in the chunks that it finishes and in all chunks, and
-    what it sends. One chunk is finished if the `part` is "sums", all of them if it is "chunks".
+    """Yield what `function(chunks, group)` leaves in the chunks that it finishes and in all
+    chunks, and what it sends. One chunk is finished if the `part` is "sums", all of them if it
+    is "chunks".
     """
     rank = dist.get_rank()
     rows = values[rank]
@@ -162,7 +163,7 @@ def try_equal_chunks(function, group):
 
 
 def other_chunk(rank, index, other):
-    """In words, that numbers of another chunk have come into a rank's chunk of this index."""
+    """Return in words that numbers of another chunk have come into a rank's chunk of this index."""
     return (
         f"with three ranks and three equal chunks, numbers of chunk {other} come into rank {rank}'s chunk"
         f" {index}: in each step a rank sends on the chunk that came in before, so its index falls by one,"
@@ -171,7 +172,7 @@ def other_chunk(rank, index, other):
 
 
 def strangers(events, group):
-    """In words, that a rank sends to others than its right neighbour; "" if it does not."""
+    """Return in words that a rank sends to others than its right neighbour; "" if it does not."""
     *_, right = wire.neighbours(group)
     others = {event.peer for event in events if event.kind == "send"} - {right}
     if not others:
@@ -248,8 +249,8 @@ class RingAllReduce:
 
 
 def fault_of_traffic(events, tensor, size, left_over=0):
-    """In words, that one of `size` ranks has sent too many bytes or none for a tensor; else "". The
-    longest chunk may have `left_over` more numbers than others.
+    """Return in words that one of `size` ranks has sent too many bytes or none for a tensor;
+    else "". The longest chunk may have `left_over` more numbers than others.
     """
     sent = sum(event.bytes for event in events if event.kind == "send")
     longest_chunk = (math.ceil(tensor.numel() / size) + left_over) * tensor.element_size()

@@ -101,17 +101,19 @@ class AssignBuckets:
 
 
 def dtypes_in_turn(count, *names):
-    """Names of dtypes for `count` parameters, each name in its turn."""
+    """Return the names of dtypes for `count` parameters, each name in its turn."""
     return [names[i % len(names)] for i in range(count)]
 
 
 def bytes_of(bucket, parameters):
-    """The bytes of a bucket of numbers of parameters."""
+    """Return the bytes of a bucket of numbers of parameters."""
     return sum(parameters[i].nbytes for i in bucket)
 
 
 def with_sorted_rest(buckets, parameters, cap):
-    """The buckets; those at the end that were never filled are sorted, as any order will do."""
+    """Return the buckets; those at the end that were never filled are sorted, as any order will
+    do.
+    """
     filled = len(buckets)
     while filled and bytes_of(buckets[filled - 1], parameters) < cap:
         filled -= 1
@@ -119,8 +121,8 @@ def with_sorted_rest(buckets, parameters, cap):
 
 
 def fault_of_buckets(buckets, parameters, cap):
-    """In words, what a list of buckets (of numbers of parameters) breaks of the rules; "" if
-    nothing.
+    """Return in words what a list of buckets (of numbers of parameters) breaks of the rules; ""
+    if nothing.
     """
     placed = [i for bucket in buckets for i in bucket]
     if NO_PARAMETER in placed:
@@ -135,7 +137,7 @@ def fault_of_buckets(buckets, parameters, cap):
 
 
 def fault_of_bucket(bucket, parameters, cap):
-    """In words, what is wrong with one bucket; "" if nothing is."""
+    """Return in words what is wrong with one bucket; "" if nothing is."""
     if not bucket:
         return "a bucket is empty"
     dtypes = {str(parameters[i].dtype) for i in bucket}
@@ -150,7 +152,9 @@ def fault_of_bucket(bucket, parameters, cap):
 
 
 def fault_of_their_order(buckets, parameters, cap):
-    """In words, what is wrong with the order of buckets, each of one dtype; "" if nothing is."""
+    """Return in words what is wrong with the order of buckets, each of one dtype; "" if nothing
+    is.
+    """
     unfilled_dtypes = set()
     last_closed = len(parameters)
     for bucket in buckets:
@@ -253,7 +257,7 @@ class ReadyWatch:
             self.late.append(number)
 
     def too_early(self):
-        """In words, each call that came before a gradient was complete, sorted."""
+        """Return in words each call that came before a gradient was complete, sorted."""
         faults = []
         for number, gradient in self.calls:
             if gradient is None:
@@ -263,7 +267,7 @@ class ReadyWatch:
         return sorted(faults)
 
     def fault_of_late_calls(self):
-        """In words, that calls came after gradients of other parameters; "" if none did."""
+        """Return in words that calls came after gradients of other parameters; "" if none did."""
         if not self.late:
             return ""
         return (
@@ -375,12 +379,14 @@ class BucketWatch:
 
 
 def nothing_to_add(flat):
-    """An all-reduce in which the other ranks have zeros."""
+    """Sum as if the other ranks had zeros."""
     return flat
 
 
 def fault_of_lost_error(average_in_background, length):
-    """In words, that an error in the all-reduce of the bucket with this length is lost; else ""."""
+    """Return in words that an error in the all-reduce of the bucket with this length is lost;
+    else "".
+    """
 
     def all_reduce(flat):
         if len(flat) == length:
@@ -427,8 +433,8 @@ class FindTheBugInTheOrder:
 
 
 def fault_of_departures(pairs, buckets, ready):
-    """In words, what departures, pairs of (gradients that were there, number of the bucket), break
-    of the rules; "" if nothing, or if they are no such pairs.
+    """Return in words what departures, pairs of (gradients that were there, number of the
+    bucket), break of the rules; "" if nothing, or if they are no such pairs.
     """
     if not isinstance(pairs, list | tuple) or not all(map(is_pair, pairs)):
         return ""
@@ -456,7 +462,7 @@ def fault_of_departures(pairs, buckets, ready):
 
 
 def is_pair(thing):
-    """Whether something is a pair of whole numbers."""
+    """Return whether something is a pair of whole numbers."""
     return isinstance(thing, list | tuple) and [type(item) for item in thing] == [int, int]
 
 
@@ -465,7 +471,7 @@ WIDTH = 8
 
 
 def buckets_of(model):
-    """Four buckets of two layers each, those that backward finishes first in front."""
+    """Return four buckets of two layers each, those that backward finishes first in front."""
     parameters = list(model.parameters())[::-1]
     return [parameters[i : i + 2] for i in range(0, LAYERS, 2)]
 
@@ -607,7 +613,7 @@ RING_MS = {"each on its own": (5, 9), "hidden": (3, 6), "slow link": (22, 40)}  
 
 
 def timeline_of(random, setting):
-    """Spans (name, start_ms, end_ms) of one step, shuffled."""
+    """Return the spans (name, start_ms, end_ms) of one step, shuffled."""
     start = random.uniform(0, 30)
     slots = [random.uniform(12, 20) for _ in range(random.randrange(3, 7))]
     _, *ready = accumulate(slots, initial=start)  # when each bucket has all of its gradients
@@ -624,7 +630,7 @@ def timeline_of(random, setting):
 
 
 def rings_of(random, setting, ready):
-    """(start_ms, end_ms) of a step's rings, if its buckets are `ready` at these times."""
+    """Return (start_ms, end_ms) of a step's rings, if its buckets are `ready` at these times."""
     end_of_backward = ready[-1]
     just_before = end_of_backward - random.uniform(0.5, 2)
     if setting == "one bucket":
@@ -674,7 +680,7 @@ class WhichTimeline:
 
 
 def as_sentence(timeline):
-    """A timeline as a sentence."""
+    """Return a timeline as a sentence."""
     backward = spans_in_words(timeline, "backward")
     rings = spans_in_words(timeline, "communication")
     return (
@@ -684,14 +690,14 @@ def as_sentence(timeline):
 
 
 def spans_in_words(timeline, name):
-    """When the spans of one name are, in order, such as "3 to 8, 9 to 11"."""
+    """Return when the spans of one name are, in order, such as "3 to 8, 9 to 11"."""
     spans = sorted((start, end) for of_name, start, end in timeline if of_name == name)
     return ", ".join(f"{start:.0f} to {end:.0f}" for start, end in spans)
 
 
 @cache
 def backward_seconds(width, rate, memory, samples):
-    """The emulated device's time for the backward pass of three layers."""
+    """Return the emulated device's time for the backward pass of three layers."""
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(3)))
     loss = model(torch.zeros(samples, width)).sum()
     with Device(rate, memory).emulate(sleep=False) as emulation:
@@ -700,7 +706,9 @@ def backward_seconds(width, rate, memory, samples):
 
 
 def limited(measure, most=40):
-    """The function `measure`, which raises Wrong when it is called more than `most` times."""
+    """Return the function `measure`, which raises Wrong when it is called more than `most`
+    times.
+    """
     calls = count(1)
 
     def limited_measure(samples):

@@ -88,7 +88,7 @@ class AccumulateUnsynchronised:
 
 
 def forward_passes_of(module):
-    """A list that gets one more item, the arguments, in each forward pass of a module."""
+    """Return a list that gets one more item, the arguments, in each forward pass of a module."""
     passes = []
 
     def note(_, arguments):
@@ -138,7 +138,9 @@ class UsedAnywhere:
 
 
 def model_with_buffers(seed, rank):
-    """A model with buffers of several dtypes; they and its parameters differ from rank to rank."""
+    """Return a model with buffers of several dtypes; they and its parameters differ from rank to
+    rank.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
@@ -281,8 +283,8 @@ class RealScript:
 
 
 def watch_training(model, samples):
-    """Two lists that grow when the model is trained: the numbers of the samples that it sees, and
-    for each backward pass whether gradients of another one were still there.
+    """Return two lists that grow when the model is trained: the numbers of the samples that it
+    sees, and for each backward pass whether gradients of another one were still there.
     """
     seen = []
     uncleared = []
@@ -306,15 +308,15 @@ def watch_training(model, samples):
 
 
 def gathered(thing):
-    """What all ranks have, in a list."""
+    """Return what all ranks have, in a list."""
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, thing)
     return of_ranks
 
 
 def shares_and_epochs(seen):
-    """Evidence of how the ranks share the samples of two epochs, from the numbers of those that
-    this rank has seen.
+    """Yield evidence of how the ranks share the samples of two epochs, from the numbers of those
+    that this rank has seen.
     """
     first = seen[: len(seen) // 2]
     second = seen[len(seen) // 2 :]
@@ -326,7 +328,9 @@ def shares_and_epochs(seen):
 
 
 def what_a_checkpoint_holds(state, weights):
-    """Evidence of a checkpoint: its names, and whether it has the `weights` after training."""
+    """Yield evidence of a checkpoint: its names, and whether it has the `weights` after
+    training.
+    """
     state = state if isinstance(state, dict) else {}
     saved = dict(state.get("model", {}))
     yield "names", 'tensors in the checkpoint\'s "model"', sorted(map(str, saved))
@@ -348,7 +352,7 @@ USUAL = {
 
 
 def symptoms(random, mistakes, size):
-    """What is known after a run with these mistakes: samples, weights, saved.
+    """Return what is known after a run with these mistakes: samples, weights, saved.
 
     Rank 1 has the checkpoint and is the one whose weights differ; where two ranks write, rank 0 is
     the other. Ranks that all see all samples shuffle them differently.
@@ -408,8 +412,8 @@ NO_BUCKET = -1  # This is the number of a sum that is none of a bucket.
 
 
 def numbers_by_length(buckets):
-    """{numbers in a message: the number of its bucket}. Each bucket has a length of its own, and for
-    each parameter one number more may travel with it, which says who used it.
+    """Return {numbers in a message: the number of its bucket}. Each bucket has a length of its
+    own, and for each parameter one number more may travel with it, which says who used it.
     """
     number_of = {}
     for number, bucket in enumerate(buckets):
@@ -465,7 +469,9 @@ PASSES = {
 
 
 def of_five(Reducer):
-    """The gradient of a weight after a reducer of five ranks, of which the others have zeros."""
+    """Return the gradient of a weight after a reducer of five ranks, of which the others have
+    zeros.
+    """
     layer = nn.Linear(3, 1, bias=False)
     reducer = Reducer([[layer.weight]], lambda tensor: lambda: tensor, 5)
     layer(torch.ones(1, 3)).sum().backward()

@@ -62,8 +62,8 @@ class AssignOwners:
 
 
 def fault_of_balance(sizes, world_size, owners):
-    """In words, which parameter went to a rank that did not hold least, and what ranks held then;
-    "" if none did.
+    """Return in words which parameter went to a rank that did not hold least, and what ranks
+    held then; "" if none did.
     """
     held = [0] * world_size
     for place, (size, owner) in enumerate(zip(sizes, owners, strict=True)):
@@ -241,8 +241,8 @@ def play(order, blocks, fit):
 
 
 def can_start(step, room, whole, done):
-    """Whether a step can start: a gather needs room for its block, a reduce the block's gradient,
-    and a forward or backward pass the whole block.
+    """Return whether a step can start: a gather needs room for its block, a reduce the block's
+    gradient, and a forward or backward pass the whole block.
     """
     kind, block = step
     if kind == "gather":
@@ -253,7 +253,7 @@ def can_start(step, room, whole, done):
 
 
 def what_waits(queues, whole):
-    """In words, what the network and the computation wait for when neither can go on."""
+    """Return in words what the network and the computation wait for when neither can go on."""
     network = "nothing is gathered"
     if queues["network"]:
         first = step_in_words(queues["network"][0])
@@ -265,7 +265,7 @@ def what_waits(queues, whole):
 
 
 def step_in_words(step):
-    """A step as a message has it, such as "gather of block 2"."""
+    """Return a step as a message has it, such as "gather of block 2"."""
     kind, block = step
     return f"{kind} of block {block}"
 
@@ -450,7 +450,7 @@ class HookedModel:
         self.most_whole = max(self.most_whole, whole)
 
     def fetched(self, layer):
-        """What `fetch` returns for a layer: the future of its gather."""
+        """Return what `fetch` returns for a layer: the future of its gather."""
         before = self.thread.last
         with in_words(FAULTS):
             future = self.fetch(layer, self.thread)
@@ -541,7 +541,7 @@ class FetchFreeFinish:
 
 
 def gradients_of(model):
-    """The gradients of all masters, end to end, zeros where there is none."""
+    """Return the gradients of all masters, end to end, zeros where there is none."""
     gradients = []
     for layer in model.layers:
         gradient = layer.own.grad
@@ -551,7 +551,9 @@ def gradients_of(model):
 
 
 def kept_gradients(model):
-    """How many whole gradients still take memory, as themselves or behind a chunk of them."""
+    """Return how many whole gradients still take memory, as themselves or behind a chunk of
+    them.
+    """
     count = 0
     for layer in model.layers:
         if layer.parameter.grad is not None:
@@ -563,7 +565,9 @@ def kept_gradients(model):
 
 
 def kept_attributes(model):
-    """In words, that an answer keeps tensors longer than a rank's own chunk in a layer; else ""."""
+    """Return in words that an answer keeps tensors longer than a rank's own chunk in a layer;
+    else "".
+    """
     for layer in model.layers:
         for name, value in vars(layer).items():
             if name in PARTS_OF_LAYER:

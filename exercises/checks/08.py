@@ -41,8 +41,8 @@ COURSES_OWN = tuple(
 
 
 def steps_of(steps, about, *kinds):
-    """A learner's schedule as a list of pairs: of which of the `kinds` a step is, and a number.
-    Raises Wrong for anything else.
+    """Return a learner's schedule as a list of pairs: of which of the `kinds` a step is, and a
+    number. Raises Wrong for anything else.
     """
     require(
         isinstance(steps, list | tuple),
@@ -60,8 +60,8 @@ def steps_of(steps, about, *kinds):
 
 
 def completeness(steps, about):
-    """Evidence of which micro-batches go forward and backward, in which order, and which go
-    backward first.
+    """Yield evidence of which micro-batches go forward and backward, in which order, and which
+    go backward first.
     """
     forward = [m for kind, m in steps if kind == "F"]
     backward = [m for kind, m in steps if kind == "B"]
@@ -80,7 +80,9 @@ def completeness(steps, about):
 
 
 def fault_of_order(passes, direction):
-    """In words, that all micro-batches go in one direction, but not the oldest first; else ""."""
+    """Return in words that all micro-batches go in one direction, but not the oldest first; else
+    "".
+    """
     if sorted(passes) != list(range(len(passes))):
         return ""
     for newer, older in pairwise(passes):
@@ -90,8 +92,8 @@ def fault_of_order(passes, direction):
 
 
 def fault_of_warm_up(kinds, stage, stages, micro_batches):
-    """In words, that a stage goes forward too often or too rarely before it first goes backward;
-    else "".
+    """Return in words that a stage goes forward too often or too rarely before it first goes
+    backward; else "".
     """
     warm_up, *_ = kinds.partition("B")
     right = min(stages - stage, micro_batches)
@@ -105,8 +107,8 @@ def fault_of_warm_up(kinds, stage, stages, micro_batches):
 
 
 def draw_stages(random):
-    """(stage, stages, micro-batches) for every stage of some pipelines, one of eight stages among
-    them.
+    """Return (stage, stages, micro-batches) for every stage of some pipelines, one of eight
+    stages among them.
     """
     shapes = [
         (4, 8),
@@ -161,7 +163,7 @@ class OneForwardOneBackward:
 
 
 def in_short(steps):
-    """Steps as a text, such as "F0 F1 B0"."""
+    """Return steps as a text, such as "F0 F1 B0"."""
     return " ".join(f"{kind}{m}" for kind, m in steps)
 
 
@@ -186,8 +188,8 @@ class Bubble:
 
 
 def letters(schedule, stages, micro_batches):
-    """A schedule of the course's own as the exercise writes it: for each stage pairs such as ("F",
-    0).
+    """Return a schedule of the course's own as the exercise writes it: for each stage pairs such
+    as ("F", 0).
     """
     orders = []
     for order in schedule(stages, micro_batches):
@@ -216,7 +218,7 @@ class MostHeld:
 
 
 def any_order(random, micro_batches):
-    """A schedule in which any micro-batch that went forward may go backward next."""
+    """Return a schedule in which any micro-batch that went forward may go backward next."""
     waiting = []
     begun = 0
     order = []
@@ -232,8 +234,8 @@ def any_order(random, micro_batches):
 
 
 def ticks(orders):
-    """How long the stages take for their orders, each step as early as it can be; infinity if they
-    wait for ever.
+    """Return how long the stages take for their orders, each step as early as it can be;
+    infinity if they wait for ever.
     """
     instructions = {"F": Forward, "B": BackwardInput, "W": BackwardWeight}
     schedule = []
@@ -252,7 +254,9 @@ WAIT = (
 
 
 def where_they_wait(orders):
-    """In words, why stages wait for ever that do F, B and W of all micro-batches; "" if none does."""
+    """Return in words why stages wait for ever that do F, B and W of all micro-batches; "" if
+    none does.
+    """
     for stage, order in enumerate(orders):
         for m in range(len(order) // 3):
             kinds = "".join(kind for kind, number in order if number == m)
@@ -265,12 +269,12 @@ def where_they_wait(orders):
 
 
 def in_ticks(took):
-    """Ticks, or words if they are infinite: those would be equal to every number."""
+    """Return ticks, or words if they are infinite: those would be equal to every number."""
     return took if took < math.inf else "none that count"
 
 
 def peak(order):
-    """The most micro-batches that a stage holds, from their F to their W."""
+    """Return the most micro-batches that a stage holds, from their F to their W."""
     held = 0
     most = 0
     for kind, _ in order:
@@ -333,7 +337,7 @@ class Schedule:
 
 
 def ticks_of_1f1b(stages, count):
-    """How long 1F1B takes if each backward pass is B and, at once, W."""
+    """Return how long 1F1B takes if each backward pass is B and, at once, W."""
     orders = []
     for order in letters(one_forward_one_backward, stages, count):
         steps = []
@@ -346,7 +350,9 @@ def ticks_of_1f1b(stages, count):
 
 
 def one_at_a_time(ranks, micro_batches):
-    """A schedule in which each micro-batch goes forward and backward before the next one begins."""
+    """Return a schedule in which each micro-batch goes forward and backward before the next one
+    begins.
+    """
     schedule = []
     for rank in range(ranks):
         row = []
@@ -360,8 +366,8 @@ SCHEDULES = {"GPipe": gpipe, "1F1B": one_forward_one_backward, "one at a time": 
 
 
 def timeline_of(random, name, stages, count, slow):
-    """Spans (stage, letter, micro-batch, start, end) of a schedule in which stage `slow` takes
-    longer for everything, shuffled.
+    """Return the spans (stage, letter, micro-batch, start, end) of a schedule in which stage `slow`
+    takes longer for everything, shuffled.
     """
     forward = []
     for stage in range(stages):
@@ -404,7 +410,7 @@ class WhichSchedule:
 
 
 def letters_in_time(timeline, stage):
-    """The letters of what a stage does, in the order of time, such as "FFBB"."""
+    """Return the letters of what a stage does, in the order of time, such as "FFBB"."""
     steps = [(start, letter) for of_stage, letter, _, start, _ in timeline if of_stage == stage]
     return "".join(letter for _, letter in sorted(steps))
 
@@ -517,7 +523,7 @@ def raise_in_words(error, stage):
 
 
 def end_to_end(gradients):
-    """Gradients of a stage's weight and bias as one vector, zeros where there is none."""
+    """Return the gradients of a stage's weight and bias as one vector, zeros where there is none."""
     parts = []
     for size, gradient in zip((25, 5), gradients, strict=True):
         parts.append(torch.zeros(size) if gradient is None else gradient.reshape(-1))

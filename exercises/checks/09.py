@@ -66,7 +66,9 @@ class MySlices:
 
 
 def fault_of_slices(rank, fused, back, gate_and_up, down):
-    """In words, that a rank's rows and columns do not belong to the same units; "" if they do."""
+    """Return in words that a rank's rows and columns do not belong to the same units; "" if they
+    do.
+    """
     if len(fused) != 2 * back.shape[1]:
         return (
             f"rank {rank} has {len(fused)} rows for {back.shape[1]} columns of down; each column"
@@ -89,7 +91,7 @@ def fault_of_slices(rank, fused, back, gate_and_up, down):
 
 
 def places_in(rows, whole):
-    """Where each row stands in a matrix; None if it is not there."""
+    """Return where each row stands in a matrix; None if it is not there."""
     places = []
     for row in rows:
         place = None
@@ -126,8 +128,8 @@ class EnterAndLeave:
 
 
 def one_function(name, function, x, gradient):
-    """Evidence of what one of the two functions does with `x`, and with a gradient that comes back.
-    Its all-reduce acts as if there were three ranks with the same numbers.
+    """Yield evidence of what one of the two functions does with `x`, and with a gradient that
+    comes back. Its all-reduce acts as if there were three ranks with the same numbers.
     """
     calls = 0
 
@@ -189,7 +191,9 @@ class MakeMesh:
 
 
 def groups_of_rank(make_mesh, rank, sizes, about):
-    """What `make_mesh` returns on a rank, and all groups that it makes there, in their order."""
+    """Return what `make_mesh` returns on a rank, and all groups that it makes there, in their
+    order.
+    """
     made = []
 
     def new_group(ranks):
@@ -213,7 +217,7 @@ def groups_of_rank(make_mesh, rank, sizes, about):
 
 
 def ranks_of(groups, axis, case):
-    """The ranks of a rank's group along an axis."""
+    """Return the ranks of a rank's group along an axis."""
     require(
         isinstance(groups, dict) and axis in groups,
         f"{case}: a dict with a group for each axis was expected, also for an axis of size 1; each rank is"
@@ -227,7 +231,9 @@ def ranks_of(groups, axis, case):
 
 
 def unequal_calls(calls_by_rank):
-    """In words, the first call of new_group that another rank than rank 0 makes differently."""
+    """Return in words the first call of new_group that another rank than rank 0 makes
+    differently.
+    """
     rule = "every rank makes every group, also those that it is not in, in the same order"
     for rank, calls in enumerate(calls_by_rank):
         for number, (first, other) in enumerate(zip(calls_by_rank[0], calls, strict=False)):
@@ -239,7 +245,9 @@ def unequal_calls(calls_by_rank):
 
 
 def twins(groups_by_rank):
-    """In words, two ranks whose groups have the same members and come from different calls."""
+    """Return in words two ranks whose groups have the same members and come from different
+    calls.
+    """
     first_of = {}  # {(axis, its ranks): (the first rank with such a group, the call that made it)}
     for rank, groups in enumerate(groups_by_rank):
         for axis, group in groups.items():
@@ -348,7 +356,9 @@ class Plan:
 
 
 def seconds_of_step(job, data, tensor, pipeline):
-    """The table of 9.4: computing with its bubble, the sums of split layers, and of gradients."""
+    """Return the table of 9.4: computing with its bubble, the sums of split layers, and of
+    gradients.
+    """
     seconds = job["compute"] / job["gpus"] * (1 + (pipeline - 1) / job["microbatches"])
     link = job["fast"] if tensor <= job["per_host"] else job["slow"]
     seconds += 2 * (tensor - 1) / tensor * job["summed"] / (data * pipeline) / link
@@ -522,7 +532,7 @@ class LossOfSplitVocabulary:
 
 
 def overflow(tensor):
-    """In words, why there are infinite numbers in a tensor, or things that are none."""
+    """Return in words why there are infinite numbers in a tensor, or things that are none."""
     if tensor.isfinite().all():
         return ""
     return (
@@ -532,8 +542,8 @@ def overflow(tensor):
 
 
 def too_many(numbers):
-    """In words, that too many numbers were summed or compared; "" if not. Two more than three per
-    token are allowed, for what all tokens share.
+    """Return in words that too many numbers were summed or compared; "" if not. Two more than
+    three per token are allowed, for what all tokens share.
     """
     if numbers <= 3 * TOKENS + 2:
         return ""

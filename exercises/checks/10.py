@@ -27,7 +27,7 @@ from .shared import (
 
 
 def plain(indices):
-    """A tensor of indices as a list; any other value unchanged."""
+    """Return a tensor of indices as a list; any other value unchanged."""
     return indices.tolist() if isinstance(indices, torch.Tensor) else indices
 
 
@@ -38,7 +38,7 @@ RESEEDED = (
 
 
 def refuse_sampler(*_, **__):
-    """In place of the sampler of torch, raise Wrong."""
+    """Raise Wrong, in place of torch's sampler."""
     raise Wrong("torch's DistributedSampler is all of this task: write it yourself")
 
 
@@ -205,7 +205,7 @@ class LargestRate:
 
 
 def learns(rate):
-    """Whether 40 steps on the digits end with a mean loss below 1."""
+    """Return whether 40 steps on the digits end with a mean loss below 1."""
     digits = problems.make("digits")
     losses = stage1_single.train(digits.model(), digits.batches(96, 40), lr=rate)
     return sum(losses[-10:]) / 10 < 1
@@ -277,7 +277,7 @@ class LossesForBackward:
 
 
 def doubled(all_reduce):
-    """An all-reduce whose sums are twice as large."""
+    """Sum twice as much as an all-reduce would."""
 
     def twice(tensor, *groups):
         return all_reduce(tensor, *groups).mul_(2)

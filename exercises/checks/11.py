@@ -33,13 +33,15 @@ class Unwritable:
 
 
 def content(path):
-    """The bytes of a file as a tensor; None if there is no such file."""
+    """Return the bytes of a file as a tensor; None if there is no such file."""
     path = Path(path)
     return torch.tensor(list(path.read_bytes()), dtype=torch.uint8) if path.is_file() else None
 
 
 def loaded(content):
-    """What `torch.load` makes of the bytes of a file, or the name of the error that it raises."""
+    """Return what `torch.load` makes of the bytes of a file, or the name of the error that it
+    raises.
+    """
     if content is None:
         return "there is no such file"
     try:
@@ -124,7 +126,7 @@ class SaveCheckpoint:
 
 
 def one_step(events):
-    """Evidence of the moment when the new checkpoint takes the old one's name."""
+    """Yield evidence of the moment when the new checkpoint takes the old one's name."""
     kinds = [kind for kind, *_ in events]
     new = None
     old = None
@@ -143,7 +145,7 @@ def one_step(events):
 
 
 def dropout_model(seed):
-    """A net with dropout and buffers, and an optimizer with momentum."""
+    """Return a net with dropout and buffers, and an optimizer with momentum."""
     torch.manual_seed(seed)
     model = nn.Sequential(
         nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 3)
@@ -211,7 +213,9 @@ class ExactResume:
 
 
 def fault_of_writing(state):
-    """In words, that `torch.load` does not read what is captured, once it is saved; "" if it does."""
+    """Return in words that `torch.load` does not read what is captured, once it is saved; "" if
+    it does.
+    """
     file = io.BytesIO()
     try:
         torch.save(state, file)
@@ -226,8 +230,8 @@ def fault_of_writing(state):
 
 
 def evidence_of_run(run, part_of_start, part_of_end, state, trained, batches):
-    """Evidence of a run that was resumed: the state in which it begins, its losses, and what its
-    weights are when it is `trained`.
+    """Yield evidence of a run that was resumed: the state in which it begins, its losses, and
+    what its weights are when it is `trained`.
     """
     step, *states = state
     _, optimizer, _ = states
@@ -242,15 +246,16 @@ def evidence_of_run(run, part_of_start, part_of_end, state, trained, batches):
 
 
 def snapshot(model, optimizer):
-    """All that the next steps depend on: states of the model, the optimizer and chance."""
+    """Return all that the next steps depend on: states of the model, the optimizer and chance."""
     of_model = copy.deepcopy(dict(model.state_dict()))
     of_optimizer = copy.deepcopy(dict(optimizer.state_dict()))
     return of_model, of_optimizer, torch.get_rng_state()
 
 
 def continued(states, batches):
-    """The losses of a run that begins with the states of a snapshot; its weights and its buffers at
-    the start. The states serve once: the optimizer goes on with their tensors themselves.
+    """Return the losses of a run that begins with the states of a snapshot; its weights and its
+    buffers at the start. The states serve once: the optimizer goes on with their tensors
+    themselves.
     """
     of_model, of_optimizer, of_chance = states
     with torch.random.fork_rng(devices=[]):
@@ -285,7 +290,7 @@ CULPRITS = (
 
 
 def log_of(random, culprit, ranks, is_last, earlier=CONSEQUENCES[0], start=None):
-    """Lines in the order in which they reached the log, which is not the order in time.
+    """Return the lines in the order in which they reached the log, which is not the order in time.
 
     The consequence `earlier` has an earlier time than the culprit's failure; the others come later,
     and last of all another rank fails for a reason of its own.
@@ -309,7 +314,7 @@ def log_of(random, culprit, ranks, is_last, earlier=CONSEQUENCES[0], start=None)
 
 
 def time_of(line):
-    """The seconds with which a line of a log begins."""
+    """Return the seconds with which a line of a log begins."""
     return float(line.split()[0])
 
 
@@ -337,7 +342,7 @@ class Culprit:
 
 
 def small_net(seed):
-    """A net and an optimizer with momentum."""
+    """Return a net and an optimizer with momentum."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 3)).double()
     return model, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.8)
@@ -448,7 +453,7 @@ class Clinic:
 
 
 def fault_of_rank(rank, culprit):
-    """In words, that a rank is not the culprit (None stands for all ranks); "" if it is."""
+    """Return in words that a rank is not the culprit (None stands for all ranks); "" if it is."""
     if rank == culprit:
         return ""
     if rank is None:
@@ -461,7 +466,9 @@ def fault_of_rank(rank, culprit):
 
 
 def fault_of_line(line, number, pieces):
-    """In words, that a line of a patient has none of the `pieces` at fault; "" if it has one."""
+    """Return in words that a line of a patient has none of the `pieces` at fault; "" if it has
+    one.
+    """
     lines = (CLINIC / f"patient_{number:02}.py").read_text(encoding="utf-8").splitlines()
     text = "no line"
     if type(line) is int and 0 < line <= len(lines):
@@ -472,7 +479,7 @@ def fault_of_line(line, number, pieces):
 
 
 def fault_of_kind(kind, number):
-    """In words, that a patient's fault is of another kind; "" if it is of this one."""
+    """Return in words that a patient's fault is of another kind; "" if it is of this one."""
     if kind == KINDS[number - 1]:
         return ""
     if kind in KINDS:
@@ -554,12 +561,14 @@ class Reshard:
 
 
 def is_old_part(chunk, whole, before):
-    """Whether a tensor is one of the parts into which `before` ranks had cut the whole one."""
+    """Return whether a tensor is one of the parts into which `before` ranks had cut the whole
+    one.
+    """
     return any(same(chunk, part) for part in whole.tensor_split(before))
 
 
 def memory_behind(state):
-    """{name: all of the memory that a tensor keeps alive, as a tensor}."""
+    """Return {name: all of the memory that a tensor keeps alive, as a tensor}."""
     wholes = {}
     if not isinstance(state, dict):
         return wholes

@@ -73,14 +73,15 @@ class TwoLevels:
 
 
 def two_measured(latency, bandwidth):
-    """The seconds of two ranks for an empty message and for a mebibyte. Inputs have these, not the
-    latency and the bandwidth: whoever looks into `measure` finds no more than it tells.
+    """Return the seconds of two ranks for an empty message and for a mebibyte. Inputs have
+    these, not the latency and the bandwidth: whoever looks into `measure` finds no more than it
+    tells.
     """
     return 2 * latency, 2 * latency + 2**20 / bandwidth
 
 
 def ring_seconds(size, nbytes, empty, mebibyte):
-    """The ring's seconds on any number of ranks, from `two_measured`."""
+    """Return the ring's seconds on any number of ranks, from `two_measured`."""
     latencies = (size - 1) * empty
     return latencies + 2 * (size - 1) / size * nbytes / 2**20 * (mebibyte - empty)
 
@@ -136,8 +137,8 @@ class Foresee:
 
 
 def cluster(empty, mebibyte):
-    """`measure` on a cluster of which this was measured, and a list that gets the number of ranks
-    of each measurement.
+    """Return `measure` on a cluster of which this was measured, and a list that gets the number
+    of ranks of each measurement.
     """
     sizes_measured = []
 
@@ -150,8 +151,9 @@ def cluster(empty, mebibyte):
 
 
 def log_of(random, cause, ranks, scale):
-    """Lines of a log: one node first, then two, which are no faster for this `cause`. Steps of a
-    small model (`scale` 0.1) take a tenth of the time, those of a large one (10) ten times as long.
+    """Return the lines of a log: one node first, then two, which are no faster for this `cause`.
+    Steps of a small model (`scale` 0.1) take a tenth of the time, those of a large one (10) ten
+    times as long.
     """
     usual = {
         "compute": random.uniform(0.15, 0.4),
@@ -179,8 +181,8 @@ def log_of(random, cause, ranks, scale):
 
 
 def lines_of_ranks(random, nodes, ranks, world_size, batch, compute, data, wait, scale, slow=0.0):
-    """A line of each rank in a step of these seconds; one rank is `slow` by so many, and the others
-    wait for it. Numbers differ a little from rank to rank, as in real logs.
+    """Return a line of each rank in a step of these seconds; one rank is `slow` by so many, and
+    the others wait for it. Numbers differ a little from rank to rank, as in real logs.
     """
     straggler = random.randrange(ranks * nodes)
     lines = []

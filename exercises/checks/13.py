@@ -23,7 +23,7 @@ GPIPE = [
 
 
 def formula(stages, micro_batches):
-    """How many times as fast as one device a pipeline can be."""
+    """Return how many times as fast as one device a pipeline can be."""
     return stages * micro_batches / (micro_batches + stages - 1)
 
 
@@ -255,7 +255,9 @@ class LayerUnderFsdp:
 
 
 def job_with_limits(random, replicas, tensor, per_host, weight_bytes, gradient_bytes):
-    """A job whose limits lie half way between whole numbers: `replicas` + 0.5 and `tensor` + 0.5."""
+    """Return a job whose limits lie half way between whole numbers: `replicas` + 0.5 and
+    `tensor` + 0.5.
+    """
     tokens = random.randrange(2**18, 2**23)
     rate = random.randrange(100, 1200) * 10**12
     inner = 1024 * random.randrange(8, 64)

@@ -55,7 +55,7 @@ class Compress:
 
 
 def overwritten(gradient, gradient_before, left, left_before):
-    """In words, which of its inputs an answer has changed; "" if none."""
+    """Return in words which of its inputs an answer has changed; "" if none."""
     if not torch.equal(gradient, gradient_before):
         return "the gradient was changed (aliasing): make a new tensor"
     if not torch.equal(left, left_before):
@@ -137,9 +137,9 @@ NO_FEEDBACK = (
 
 
 def broken_promise(steps, gradients):
-    """In words, what is wrong with the first wrong step of a hook; "" if nothing is. Of what is
-    owed, this gradient and the rest of those before, a step sends the quarter of the largest
-    magnitudes, as they are.
+    """Return in words what is wrong with the first wrong step of a hook; "" if nothing is. Of
+    what is owed, this gradient and the rest of those before, a step sends the quarter of the
+    largest magnitudes, as they are.
     """
     owed = torch.zeros_like(gradients[0])
     for number, (sent, gradient) in enumerate(zip(steps, gradients, strict=True), 1):
@@ -162,7 +162,9 @@ def broken_promise(steps, gradients):
 
 
 def wrong_values(sent, owed, gradient):
-    """In words, what is wrong with the values that a hook sends; "" if they are what is owed."""
+    """Return in words what is wrong with the values that a hook sends; "" if they are what is
+    owed.
+    """
     near = {"atol": 1e-3, "rtol": 1e-3}
     if torch.allclose(sent, owed, **near):
         return ""
@@ -179,7 +181,7 @@ def wrong_values(sent, owed, gradient):
 
 
 def wrong_places(owed, places, gradient):
-    """In words, which other places a hook chooses; "" if these are the largest magnitudes."""
+    """Return in words which other places a hook chooses; "" if these are the largest magnitudes."""
     chosen = owed[places]
     others = owed[~places]
     if chosen.abs().min() >= others.abs().max() - 1e-3:
@@ -321,8 +323,8 @@ def on_ranks(int8_mean, gradients, left, about):
 
 
 def gather_of_rank(rank, gathered, about):
-    """The `gather` of one call of a rank's answer; it raises Later where another rank has not
-    `gathered` as often.
+    """Return the `gather` of one call of a rank's answer; it raises Later where another rank has
+    not `gathered` as often.
     """
     calls = count()
 

@@ -29,12 +29,12 @@ def nothing(random):
 
 
 def close(run, other):
-    """Whether two runs end with the same loss, up to a thousandth."""
+    """Return whether two runs end with the same loss, up to a thousandth."""
     return abs(run["loss"] - other["loss"]) <= 1e-3 * abs(run["loss"])
 
 
 def read_runs(runs, *names):
-    """The runs of these names, each a dict with all that `run.json` holds."""
+    """Return the runs of these names, each a dict with all that `run.json` holds."""
     chosen = []
     for name in names:
         run = runs.get(name) if isinstance(runs, dict) else None
@@ -57,7 +57,7 @@ def require_signed(names, runs):
 
 
 def unlike_a_run(run):
-    """In words, what shows that no run of the script wrote this; "" if nothing does."""
+    """Return in words what shows that no run of the script wrote this; "" if nothing does."""
     unsigned = {key: value for key, value in run.items() if key != "signature"}
     text = json.dumps(unsigned, sort_keys=True)
     if hashlib.sha256(text.encode()).hexdigest()[:16] != run["signature"]:

@@ -34,15 +34,15 @@ RING = (
 
 
 def worlds(*sizes: int) -> Iterator[tuple[int, Any]]:
-    """For each of the `sizes`, (size, group of the first ranks), if this rank is in that group."""
+    """Yield (size, group of the first ranks) for each of the `sizes` whose group this rank is in."""
     for size in sizes:
         if dist.get_rank() < size:
             yield size, groups[size]
 
 
 def noted_ring(group: Any) -> tuple[Callable, list]:
-    """The ring all-reduce in a group, and a list that gets (dtype, number of elements) of each
-    tensor that it is called with.
+    """Return the ring all-reduce in a group, and a list that gets (dtype, number of elements) of
+    each tensor that it is called with.
     """
     calls: list = []
 
@@ -66,8 +66,8 @@ NO_TENSOR = {
 
 
 def unequal_lengths(events: list, group: Any) -> str:
-    """In words, a message that was received into a tensor of another length, of the `events` that
-    each rank of a group has observed; "" if there is none. gloo lets a longer tensor pass.
+    """Return in words a message that was received into a tensor of another length, of the `events`
+    that each rank of a group has observed; "" if there is none. gloo lets a longer tensor pass.
 
     All ranks of the group call it, and get the same words. Messages that one side did not wait for
     are not compared.
@@ -98,7 +98,7 @@ def unequal_lengths(events: list, group: Any) -> str:
 
 @contextmanager
 def in_words(causes: dict[str, str]) -> Iterator[None]:
-    """Where an error's message contains one of these pieces, raise Wrong with its cause instead."""
+    """Raise Wrong with a cause where an error's message contains one of these pieces."""
     try:
         yield
     except Exception as error:
@@ -109,9 +109,9 @@ def in_words(causes: dict[str, str]) -> Iterator[None]:
 
 
 def as_sum(tensor: torch.Tensor, of_ranks: list) -> str | None:
-    """In words, which sum of the tensors that the ranks began with (`of_ranks`) a tensor is, such
-    as "rank 0's + 1/3 of rank 2's". None if it is no simple sum of these: then its numbers say
-    more.
+    """Return in words which sum of the tensors that the ranks began with (`of_ranks`) a tensor
+    is, such as "rank 0's + 1/3 of rank 2's". None if it is no simple sum of these: then its
+    numbers say more.
     """
     columns = [part.detach().reshape(-1).double() for part in of_ranks]
     goal = tensor.detach().reshape(-1).double()
@@ -137,14 +137,14 @@ def as_sum(tensor: torch.Tensor, of_ranks: list) -> str | None:
 
 
 def copied_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """A copy of a parameter's gradient; None where there is none."""
+    """Return a copy of a parameter's gradient; None where there is none."""
     return None if parameter.grad is None else parameter.grad.clone()
 
 
 def tensors(
     random: Any, count: int, *shape: int, dtype: torch.dtype = torch.float32, whole: bool = False
 ) -> list:
-    """`count` tensors of `shape`, all different; whole numbers if sums are to be exact."""
+    """Return `count` tensors of `shape`, all different; whole numbers if sums are to be exact."""
     generator = torch.Generator().manual_seed(random.randrange(2**31))
     made = []
     for _ in range(count):
@@ -163,7 +163,7 @@ def require(condition: Any, message: str) -> None:
 
 
 def different_words(sentence: Any) -> int:
-    """How many different words there are in a sentence."""
+    """Return how many different words there are in a sentence."""
     return len(set(str(sentence).lower().split()))
 
 
@@ -198,8 +198,8 @@ def form_of_explanation(returned: list) -> Iterator[tuple]:
 
 
 def several(answer: Any, count: int, message: str) -> Any:
-    """The answer, if it is a list or tuple of `count` things; else raise Wrong with `message` and
-    what the answer is.
+    """Return the answer if it is a list or tuple of `count` things; else raise Wrong with `message`
+    and what the answer is.
     """
     is_list = isinstance(answer, list | tuple)
     kind = kind_of(answer)

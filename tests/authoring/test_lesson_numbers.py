@@ -13,19 +13,19 @@ NUMBERS = sorted(path.name[:2] for path in (ROOT / "notebooks").glob("[0-9]*.ipy
 
 
 def lesson(number):
-    """The cells of a lesson."""
+    """Return the cells of a lesson."""
     [path] = (ROOT / "notebooks").glob(f"{number}_*.ipynb")
     return nbformat.read(path, as_version=4).cells
 
 
 def prose(number):
-    """All prose of a lesson on one line."""
+    """Return all prose of a lesson on one line."""
     texts = [cell.source for cell in lesson(number) if cell.cell_type == "markdown"]
     return " ".join(" ".join(texts).split())
 
 
 def printed_in(number):
-    """All that a lesson shows: printed lines, results, and the messages of figures."""
+    """Return all that a lesson shows: printed lines, results, and the messages of figures."""
     texts = []
     for cell in lesson(number):
         for output in cell.get("outputs", []):
@@ -39,7 +39,7 @@ def code(number):
 
 
 def numbers(pattern, text):
-    """The groups of the first match, as numbers."""
+    """Return the groups of the first match, as numbers."""
     found = re.search(pattern, text)
     assert found, f"nowhere: {pattern}"
     return [float(group.replace(",", "").replace("−", "-")) for group in found.groups()]

@@ -18,7 +18,7 @@ LESSONS = sorted((ROOT / "notebooks").glob("[01]*.ipynb"))
 
 
 def tasks_in(path):
-    """{task: source of its cell} of a lesson."""
+    """Return {task: source of its cell} of a lesson."""
     cells = {cell.id: cell.source for cell in nbformat.read(path, as_version=4).cells}
     return {name[5:]: source for name, source in cells.items() if name.startswith("task-")}
 

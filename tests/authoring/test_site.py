@@ -54,7 +54,9 @@ def site(tmp_path_factory):
 
 @cache
 def links_of(page):
-    """What the tags of a page lead to or load; in text and code, quotes are written as entities."""
+    """Return what the tags of a page lead to or load; in text and code, quotes are written as
+    entities.
+    """
     found = re.findall(
         r"""<[^<>]*?\s(?:href|src)=("[^"]+"|[^\s>]+)""", page.read_text(encoding="utf-8")
     )
@@ -161,7 +163,7 @@ def test_a_folded_cell_is_folded_on_its_page_too():
 def test_an_explorer_has_a_picture_for_every_position(monkeypatch):
     small = widgets.ring_stepper(3)
     ranks = small.controls["world_size"]
-    ranks.options = [2, 3]  # of 8: this is about positions, not about time
+    ranks.options = [2, 3]  # Two of the options are enough here.
     ranks.value = 3
     monkeypatch.setattr(explorers.widgets, "rebuild", lambda recipe: small)
     drawn = json.loads(explorers.drawn({}, 1000))
@@ -261,8 +263,8 @@ def test_explorers_move_without_kernel_and_network(site, offline, width, scheme)
 
 
 def picture(explorer):
-    """What an explorer shows: its message, and its picture once that is there; the picture must not
-    be empty.
+    """Return what an explorer shows: its message, and its picture once that is there; the picture
+    must not be empty.
     """
     image = explorer.locator("img")
     drawn = "image => image.complete && image.naturalWidth > 200"

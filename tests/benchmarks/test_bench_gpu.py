@@ -73,7 +73,7 @@ def test_a_part_that_fails_does_not_cost_the_others():
 
 
 def report(GPUs, backend, left=True, kept=True):
-    """A report as it would be of a machine with so many GPUs."""
+    """Return a report as it would be of a machine with so many GPUs."""
     promises = [{"promise": "p", "kept": kept}]
     exact = [{"backend": "gloo", "world_size": 2, "distance": 0.0}]
     if backend == "NCCL":

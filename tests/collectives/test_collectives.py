@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.int64]
 
 
 def all_sums():
-    """Every algorithm on parameters of all shapes and dtypes; the pipelined ring has small
+    """Sum parameters of all shapes and dtypes by every algorithm; the pipelined ring has small
     segments, hence many.
     """
     pipelined_ring.SEGMENT = 256
@@ -49,7 +49,7 @@ def test_sums(name, world_size):
             )
 
 
-ELEMENTS = 960  # Every number of ranks here divides it.
+ELEMENTS = 960  # Every number of ranks here divides this length.
 
 
 def hosts_of(size):

@@ -27,7 +27,7 @@ BUSY_LOOPS = 4
 
 
 def said_of(number, source):
-    """What is said of an answer that was right at first, part by part."""
+    """Return what is said of an answer that was right at first, part by part."""
     task = find(number)
     attempt = Attempt(number, task.inputs(1), cells_with(number, source))
     return confirm(nothing(task, ""), attempt).parts
@@ -195,7 +195,7 @@ HANDED_ON = """
     if dist.get_rank() == 1:
         wire.recv(torch.ones(1), 0)
 """
-REFUTED = {  # These are of one task of each exercise whose answers send.
+REFUTED = {  # There is one task of each exercise whose answers send.
     "3.1": [("wire.send(", "send_touched(")],
     "4.3": [],
     "5.3": [("    futures = []\n", f"{HANDED_ON}    futures = []\n")],
@@ -235,7 +235,7 @@ def test_a_submission_loses_the_points_of_one_part_and_is_told_why(number, tmp_p
 
 
 def refuted(number):
-    """The solution of a task, but for a touch that an unlucky order would punish."""
+    """Return the solution of a task, but for a touch that an unlucky order would punish."""
     return PASSES if number == "4.3" else TOUCHED + edited(number, *REFUTED[number])
 
 

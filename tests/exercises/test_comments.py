@@ -22,7 +22,7 @@ carl,8,,excused,was ill
 
 
 def graded(learner, first, second):
-    """A result of exercise 8, with points for two tasks of two points each."""
+    """Return a result of exercise 8, with points for two tasks of two points each."""
     tasks = [TaskResult("8.1", first, 2, "" if first == 2 else "wrong")]
     tasks.append(TaskResult("8.2", second, 2, "" if second == 2 else "wrong"))
     return Result(learner, 8, tasks)

@@ -30,7 +30,7 @@ TASKS = [task for exercise in EXERCISES for task in of_exercise(exercise)]
 
 
 def draw(number, seed):
-    """The inputs of a task."""
+    """Return the inputs of a task."""
     return find(number).inputs(seed)
 
 
@@ -394,7 +394,7 @@ def test_committed_notebooks(number, folder):
             assert not cell.outputs and cell.execution_count is None
         if role == "check" and folder == "solutions":
             number = cell.metadata.ddp_course.task
-            said = CORRECT if find(number).inputs(0) else "correct."  # There is nothing to draw.
+            said = CORRECT if find(number).inputs(0) else "correct."  # Some draw none.
             assert [output.text for output in cell.outputs] == [f"Exercise {number}: {said}\n"]
     if folder == "exercises":
         assert "raise NotImplementedError" in json.dumps(notebook)

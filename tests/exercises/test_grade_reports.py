@@ -129,7 +129,7 @@ def test_the_bench_judges_rate_and_memory():
 
 
 def sources_of(text):
-    """The sources of a notebook's cells."""
+    """Return the sources of a notebook's cells."""
     return [cell["source"] for cell in json.loads(text)["cells"]]
 
 
@@ -157,7 +157,7 @@ def test_the_guide_promises_what_the_code_keeps():
 
 
 def a_class(folder):
-    """Submissions of a class, with what may lie among them."""
+    """Return the submissions of a class, with what may lie among them."""
     (folder / "anna").mkdir(parents=True)
     for name in ("anna/08_first.ipynb", "anna/08_second.ipynb", "ben.IPYNB", "list.txt"):
         (folder / name).write_text(name)
@@ -226,7 +226,7 @@ def test_of_several_submissions_to_an_exercise_the_best_counts(tmp_path, monkeyp
 
 
 def of_anna(exercise, points, files):
-    """A result of anna's."""
+    """Return a result of anna's."""
     return Result("anna", exercise, [TaskResult("8.1", points, 1)], files=files)
 
 

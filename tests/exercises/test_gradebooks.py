@@ -56,8 +56,8 @@ def test_canvas(roster):
 
 
 def read_by_canvas(text):
-    """What Canvas makes of a file: {assignment: points possible}, and for each row whom it finds,
-    and the grades.
+    """Return what Canvas makes of a file: {assignment: points possible}, and for each row whom it
+    finds, and the grades.
 
     By the rules of lib/gradebook_importer.rb in https://github.com/instructure/canvas-lms.
     """

@@ -23,7 +23,7 @@ LOOP = "while True:\n    pass\n"
 
 
 def points(tasks):
-    """{task: points}."""
+    """Return {task: its points}."""
     return {number: task["points"] for number, task in tasks.items()}
 
 
@@ -61,7 +61,7 @@ def new_ids(notebook):
     front of an answer.
     """
     for place, cell in enumerate(notebook.cells):
-        cell["id"] = f"new-{place}"  # the metadata still name the task
+        cell["id"] = f"new-{place}"  # The metadata still name the task.
         if cell.cell_type == "code":
             cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text="x" * (6 << 20))]
     answer = next(
@@ -112,12 +112,12 @@ TOLD = {
     "4.3": "a solution is no answer",
     "4.4": "your code calls torch's own",
     "4.5": "was expected",
-    "4.6": "your code raised",  # There is nothing to find in the folder.
+    "4.6": "your code raised",  # The solution is not in the folder.
 }
 
 
 def saved_outputs(notebook):
-    """Outputs of a full success below wrong answers, and checks that check nothing."""
+    """Put outputs of a full success below wrong answers, and checks that check nothing."""
     for cell in notebook.cells:
         about = cell.metadata.get("ddp_course", {})
         if about.get("role") == "check":
@@ -130,7 +130,7 @@ def saved_outputs(notebook):
 
 
 def shadowed_check(notebook):
-    """A `check` of one's own in front of the answers."""
+    """Put a `check` of one's own in front of the answers."""
     notebook.cells.insert(
         2,
         nbformat.v4.new_code_cell(
@@ -143,7 +143,7 @@ def shadowed_check(notebook):
 
 
 def without_checks(notebook):
-    """Unsolved, and no check cell left."""
+    """Leave an unsolved exercise without any check cell."""
     notebook.cells = [
         cell for cell in notebook_of(1, "exercises").cells if not cell.id.startswith("check")
     ]
@@ -202,7 +202,7 @@ BROKEN = {
 
 
 def hand_in_a_class(folder):
-    """What a class hands in: habits, cheats, accidents, notebooks that cannot be read, and what
+    """Hand in what a class does: habits, cheats, accidents, notebooks that cannot be read, and what
     lies among them.
     """
     path = hand_in(folder / "anna", HABITS, OWN_CELLS)
@@ -301,7 +301,7 @@ def test_grading_goes_on_where_it_stopped(the_class, capsys):
 
 
 def folder_of(process):
-    """The folder that a process is in, if that may be seen; a submission's is its own."""
+    """Return the folder that a process is in, if that may be seen; a submission's is its own."""
     try:
         return process.cwd()
     except psutil.Error:

@@ -26,12 +26,12 @@ from ddp_exercises.grading.submissions import find_submissions
 from ddp_exercises.tasks import cells_with, of_exercise, solution
 
 EXERCISES = load_exercises()
-SERVER = multiprocessing.get_context("forkserver")  # it loads torch once for all tests
+SERVER = multiprocessing.get_context("forkserver")  # The server loads torch once for all tests.
 SERVER.set_forkserver_preload(["ddp_exercises.grading.grader", "ddp_exercises.evidence"])
 
 
 def tried_inside(folder, code):
-    """What a piece of code raises, or "", in a process under a submission's limits."""
+    """Return what a piece of code raises, or "", in a process under a submission's limits."""
     receiver, sender = SERVER.Pipe()
     process = SERVER.Process(target=run_inside, args=(str(folder), code, sender))
     process.start()
@@ -283,7 +283,7 @@ def test_an_answer_may_wait_longer_where_the_solution_took_longer(tmp_path):
 
 
 def verdicts_of(judge, answers, folder, seconds):
-    """{task: what is said of the answer}, where a submission has so many seconds left."""
+    """Return {task: what is said of the answer}, where a submission has so many seconds left."""
     verdicts = judge.verdicts(answers, str(folder), seconds)
     return {number: said.message for number, said in verdicts}
 
@@ -301,7 +301,7 @@ def test_a_launch_that_no_time_was_left_for_is_told_who_took_it(tmp_path, monkey
 
     def gathered(attempts, limits=None, *of_a_company, seconds=None):
         if limits is None:
-            return [Evidence({}, seconds=1.0)]  # This is the solution's.
+            return [Evidence({}, seconds=1.0)]  # This evidence is the solution's.
         if of_a_company and attempts[0].number == "1.1":
             return [Evidence(None, "not finished in time")]
         return []

@@ -18,7 +18,7 @@ DRAWS = 50
 
 
 def sources(answers):
-    """The texts of some known answers."""
+    """Return the texts of some known answers."""
     return [answer.source for answer in answers]
 
 
@@ -96,6 +96,13 @@ def test_the_table_of_lazy_answers_has_every_task():
     assert all(answer.kind != "right" for _, answer in lazy_answers.lazy_answers())
     is_new = lazy_answers.PAGE.read_text(encoding="utf-8") == lazy_answers.page()
     assert is_new, "python authoring/lazy_answers.py writes it anew"
+
+
+@pytest.mark.parametrize("exercise", EXERCISES)
+def test_answers_stand_by_task_in_the_order_of_tasks(exercise):
+    tasks = [answer.task for answer in known_answers(exercise)]
+    assert list(dict.fromkeys(tasks)) == [task.number for task in of_exercise(exercise)]
+    assert tasks == sorted(tasks, key=lambda task: float(task))
 
 
 @pytest.mark.parametrize("exercise", EXERCISES)

@@ -45,12 +45,12 @@ def solved():
 
 
 def cell_in(notebook, name):
-    """The cell with this id."""
+    """Return the cell with this id."""
     return next(cell for cell in notebook["cells"] if cell["id"] == name)
 
 
 def own(source, **more):
-    """A cell that a learner has made."""
+    """Return a cell that a learner has made."""
     return {
         "cell_type": "code",
         "id": "mine",
@@ -61,12 +61,12 @@ def own(source, **more):
 
 
 def cells_of(notebook):
-    """The cells of a notebook, as the grader reads them."""
+    """Return the cells of a notebook, as the grader reads them."""
     return read_cells(json.dumps(notebook).replace('"DIGITS"', "9" * 5000).encode())
 
 
 def assembled(notebook):
-    """What runs of a notebook, as a list of ids; and the answers in it."""
+    """Return what runs of a notebook, as a list of ids; and the answers in it."""
     cells = cells_of(notebook)
     answers = find_answers(EXERCISES[2], cells)
     return list(assemble(EXERCISES[2], cells, answers)), answers
@@ -78,7 +78,7 @@ PLACES = ["drop", "retype", "duplicate", "reorder"]
 
 
 def places_in(value):
-    """All (container, key) in a piece of JSON."""
+    """Yield all (container, key) in a piece of JSON."""
     keys = list(value) if isinstance(value, dict) else range(len(value))
     for key in keys:
         yield value, key
@@ -88,7 +88,7 @@ def places_in(value):
 
 @st.composite
 def mutants(draw):
-    """The bytes of a solved notebook with some faults."""
+    """Draw the bytes of a solved notebook with some faults."""
     notebook = solved()
     for _ in range(draw(st.integers(0, 3))):
         places = list(places_in(notebook))
@@ -111,7 +111,7 @@ def mutants(draw):
 
 
 def judge_the_shape(content, folder):
-    """All that the grader does with a notebook beside a right one, but for running its cells."""
+    """Do all that the grader does with a notebook beside a right one, but for running its cells."""
     (folder / "odd" / "02_x.ipynb").write_bytes(content)
     works, _ = find_submissions([folder])
     works = without_exercises_not_begun(works, EXERCISES)
@@ -167,12 +167,12 @@ def test_no_mutant_ends_the_class(count, right_and_odd, recwarn):
 
 
 def odd_cell(**changes):
-    """A change that gives a cell of one's own these values."""
+    """Return a change that gives a cell of one's own these values."""
     return lambda notebook: notebook["cells"].insert(2, own("x = 1") | changes)
 
 
 def odd_answer(**changes):
-    """A change that gives an answer cell these values."""
+    """Return a change that gives an answer cell these values."""
     return lambda notebook: cell_in(notebook, "answer-2-1").update(changes)
 
 
@@ -225,7 +225,7 @@ def test_an_empty_answer_is_not_solved_yet():
 
 
 def placed(notebook, place, *cells):
-    """The notebook with cells inserted beside the answer cell of 2.1; 0 is above it."""
+    """Insert cells beside the answer cell of 2.1; place 0 is above it."""
     ids = [cell["id"] for cell in notebook["cells"]]
     at = ids.index("answer-2-1") + place
     notebook["cells"][at:at] = cells
@@ -362,7 +362,7 @@ def test_an_answer_is_found_where_a_person_would_find_it(change, right_and_odd):
 
 
 def as_marimo(sources):
-    """A notebook of marimo's."""
+    """Return a notebook of marimo's."""
     cells = [indent(f"{source}\nreturn (\n    x,\n)", "    ") for source in sources]
     return "import marimo\napp = marimo.App()\n" + "".join(
         f"\n@app.cell(hide_code=True)\ndef _(\n    torch,\n):\n{cell}\n" for cell in cells

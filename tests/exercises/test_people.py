@@ -55,13 +55,13 @@ def lay_out(folder, files):
 
 
 def handed_in(*paths, roster=None):
-    """Sorted (learner, file) of all submissions."""
+    """Return sorted (learner, file) of all submissions."""
     submissions, _ = find_submissions(paths, roster)
     return sorted((work.learner, work.file) for work in submissions)
 
 
 def zipped(path, files):
-    """A zip of {name: text}."""
+    """Return a zip of {name: text}."""
     with zipfile.ZipFile(path, "w") as archive:
         for name, text in files.items():
             archive.writestr(name, text)

@@ -21,7 +21,7 @@ MINE = "def chunk_to_send(me, turn, n):\n    return (me - turn + n) % n\n"
 
 
 def right(task, answer):
-    """The result of a right answer."""
+    """Return the result of a right answer."""
     return Result("anna", find(task).exercise, [TaskResult(task, 1, 1, answer=answer)])
 
 

@@ -19,7 +19,7 @@ def test_a_reader_who_has_seen_enough_is_no_error(monkeypatch):
     monkeypatch.setitem(cli.COMMANDS, "talk", "")
     monkeypatch.setitem(sys.modules, "ddp_course.lab.commands.talk", speaker)
     reading, writing = os.pipe()
-    os.close(reading)  # `| head` has ended
+    os.close(reading)  # The reader has ended, as `head` does.
     with open(writing, "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
         assert cli.main(["talk"]) == 128 + signal.SIGPIPE

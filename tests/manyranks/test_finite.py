@@ -10,7 +10,7 @@ from manyranks.errors import NotFiniteError
 
 
 def watched():
-    """Two layers whose gradients are noted as a GPU's are."""
+    """Return two layers whose gradients are noted as a GPU's are."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
     sums = finite.SumsOfPass({parameter: name for name, parameter in model.named_parameters()})
     for parameter in model.parameters():

@@ -46,7 +46,7 @@ print("LISTENS", *{c.laddr.ip for c in connections if c.status == psutil.CONN_LI
 
 
 def torchrun(folder, *program):
-    """The process of a torchrun with two ranks on this machine, and its environment."""
+    """Return the process of a torchrun with two ranks on this machine, and its environment."""
     command = [
         sys.executable,
         "-m",

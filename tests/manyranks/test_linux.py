@@ -65,7 +65,7 @@ def test_without_proc_the_machine_is_all_there_is(tmp_path, monkeypatch):
 
 
 def huge_kib(process):
-    """How much of a process's memory stands in huge pages."""
+    """Return how much of a process's memory stands in huge pages."""
     lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages"))
 

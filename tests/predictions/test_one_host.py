@@ -17,9 +17,10 @@ def worst(gpu):
     ("gpus", "wires", "rings"),
     [
         (2, {(0, 1): 3}, 3),
-        (3, {(0, 1): 1, (1, 2): 1, (0, 2): 1}, 2),  # one in each direction
-        (3, {(0, 1): 2, (0, 2): 1}, 1),  # no ring along wires: back through GPU 0
-        (3, {(0, 1): 9, (1, 2): 1, (0, 2): 1}, 2),  # the weakest pair decides
+        (3, {(0, 1): 1, (1, 2): 1, (0, 2): 1}, 2),  # There is one ring in each direction.
+        # No ring goes along wires alone: this one returns through GPU 0.
+        (3, {(0, 1): 2, (0, 2): 1}, 1),
+        (3, {(0, 1): 9, (1, 2): 1, (0, 2): 1}, 2),  # The weakest pair decides.
     ],
 )
 def test_rings_fit_on_the_wires_of_small_hosts(monkeypatch, gpus, wires, rings):

@@ -24,8 +24,8 @@ HOME = Path(__file__).parent
 
 
 def environment(gpus, log, patience=60.0):
-    """The environment of this process with `gpus` pretended GPUs; findings are appended to the
-    file `log`.
+    """Return the environment of this process with `gpus` pretended GPUs; findings are appended to
+    the file `log`.
 
     Who waits longer than `patience` seconds for a message counts as hanging.
     """

@@ -16,7 +16,7 @@ SOURCE = Path(__file__).with_name("shim.cpp")
 
 
 def why_not():
-    """Why there can be no pretended GPUs on this machine, or None."""
+    """Return why there can be no pretended GPUs on this machine, or None."""
     found = version("torch")
     if found.partition("+")[0] != VERSION:
         return f"pretended GPUs are written for torch {VERSION}, and this is {found}"
@@ -28,7 +28,7 @@ def why_not():
 
 
 def library():
-    """The path of the compiled library; the first call compiles it, in about ten seconds."""
+    """Return the path of the compiled library; the first call compiles it, in about ten seconds."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddp_course"
     mark = hashlib.sha256(SOURCE.read_bytes() + version("torch").encode()).hexdigest()[:12]
     path = cache / f"pretend_gpu-{mark}.so"

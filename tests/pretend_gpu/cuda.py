@@ -47,7 +47,7 @@ def exchange_device(index):
 
 
 def properties(device=None):
-    """What a GPU is."""
+    """Return the properties that all pretended GPUs have."""
     index = index_of(device)
     if not 0 <= index < visible():
         raise AssertionError("Invalid device id")
@@ -72,24 +72,24 @@ def set_rng_state(state, device=None):
 
 
 def sleep(cycles):
-    """A piece of work that keeps the stream busy."""
+    """Put a piece of work on the stream that keeps it busy."""
     stream = current_stream()
     queue_work((open_context(stream.device_index), stream.stream_id))
 
 
 @contextlib.contextmanager
 def nothing(*_, **__):
-    """A context without effect."""
+    """Stand for a context manager of CUDA that needs no pretending."""
     yield
 
 
 def use_of(counter):
-    """A function that reads a counter of bytes for a GPU."""
+    """Return a function that reads a counter of bytes for a GPU."""
     return lambda device=None: counter[index_of(device)]
 
 
 def functions():
-    """{name in torch.cuda: function}."""
+    """Return {name in torch.cuda: function}."""
     return {
         "Stream": Stream,
         "Event": Event,

@@ -12,8 +12,8 @@ import torch
 from .report import note
 from .streams import LOCK, clocks, current, host, open_context, physical, place
 
-SIZE = int(os.environ.get("PRETEND_BYTES", 4 * 2**30))  # of each GPU's memory
-MOST_USES = 64  # a block remembers so many uses
+SIZE = int(os.environ.get("PRETEND_BYTES", 4 * 2**30))  # This is the memory of each GPU.
+MOST_USES = 64  # A block remembers so many uses.
 used = Counter()
 peak = Counter()
 noted = Counter()
@@ -41,7 +41,7 @@ class Freed(NamedTuple):
 
 
 def is_over(use, clock):
-    """Whether a use is known to be over."""
+    """Return whether a use is known to be over."""
     return clock.get(use.key, 0) >= use.count or host.get(use.key, 0) >= use.count
 
 

@@ -13,7 +13,7 @@ from manyranks.devices import rank_device
 
 
 def missing_wait(right):
-    """A gradient is used before its all-reduce is over."""
+    """Use a gradient before its all-reduce is over."""
     gradient = torch.ones(1000, device=rank_device())
     work = dist.all_reduce(gradient, async_op=True)
     if right:
@@ -22,7 +22,7 @@ def missing_wait(right):
 
 
 def too_early(right):
-    """A stream reads what another has not written yet."""
+    """Read on a stream what another has not written yet."""
     side = torch.cuda.Stream()
     values = torch.ones(1000, device=rank_device())
     if right:
@@ -32,7 +32,7 @@ def too_early(right):
 
 
 def not_awaited(right):
-    """The result of another stream is read too early."""
+    """Read the result of another stream too early."""
     side = torch.cuda.Stream()
     values = torch.ones(1000, device=rank_device())
     side.wait_stream(torch.cuda.current_stream())
@@ -57,13 +57,13 @@ def freed_early(right):
 
 
 def other_device(right):
-    """A tensor of another rank's GPU."""
+    """Use a tensor of another rank's GPU."""
     foreign = rank_device() if right else torch.device("cuda", 1 - dist.get_rank())
     return torch.ones(3, device=rank_device()) + torch.ones(3, device=foreign)
 
 
 def other_collective(right):
-    """One rank sums and the other one broadcasts."""
+    """Let one rank sum and the other one broadcast."""
     values = torch.ones(3, device=rank_device())
     if right or dist.get_rank() == 0:
         dist.all_reduce(values)
@@ -72,7 +72,7 @@ def other_collective(right):
 
 
 def new_thread(right):
-    """A new thread begins on GPU 0."""
+    """Start a new thread, which begins on GPU 0."""
 
     def job():
         if right:
@@ -85,7 +85,7 @@ def new_thread(right):
 
 
 def item_in_the_loop(right):
-    """The processor waits for each of twenty losses, where the last one would do."""
+    """Let the processor wait for each of twenty losses, where the last one would do."""
     loss = torch.zeros((), device=rank_device())
     for _ in range(20):
         loss = loss + 1

@@ -13,9 +13,9 @@ on their way.
   on all ranks.
 - `wait()` makes the current stream wait, not the processor.
 
-Who waits for a message that cannot come would hang; here that ends after PRETEND_PATIENCE
-seconds. The bytes are moved
-by a gloo group of the communicator's own, in a thread that stands for its stream.
+Who waits for a message that cannot come would hang; here that ends after PRETEND_PATIENCE seconds.
+The bytes are moved by a gloo group of the communicator's own, in a thread that stands for its
+stream.
 """
 
 import os
@@ -48,7 +48,7 @@ from .streams import (
 )
 
 PATIENCE = float(os.environ.get("PRETEND_PATIENCE", 60))
-READ_ONLY = {"input_tensor", "input_tensors", "inputs", "input"}  # names of arguments
+READ_ONLY = {"input_tensor", "input_tensors", "inputs", "input"}  # Arguments have these names.
 MESSAGES = ("send", "recv_", "recv_any_source_")
 communicators = {}
 local = threading.local()
@@ -165,7 +165,7 @@ class Communicator:
         thread.start()
 
     def read(self, key, name):
-        """What another member has written; it must come."""
+        """Return what another member has written, once it has come."""
         try:
             self.store.wait([key], timedelta(seconds=PATIENCE))
         except dist.DistError as error:
@@ -175,13 +175,13 @@ class Communicator:
         return self.store.get(key).decode()
 
     def work(self):
-        """One piece of work after the other."""
+        """Do one piece of work after the other."""
         with torch.no_grad():
             while True:
                 self.queue.get().run()
 
     def begin(self, before):
-        """A new piece of work of this thread."""
+        """Return a new piece of work of this thread."""
         me = threading.get_ident()
         self.pending = [task for task in self.pending if not task.done.is_set()]
         if any(task.thread != me for task in self.pending):
@@ -224,15 +224,15 @@ class Queued(dist.Work):
         return True
 
     def synchronize(self):
-        """The same."""
+        """Wait, which is what this older name means."""
         self.wait()
 
     def is_completed(self):
-        """Whether the bytes have been moved."""
+        """Return whether the bytes have been moved."""
         return self.task.done.is_set()
 
     def get_future(self):
-        """A future that is complete at once; who uses its value waits, as a stream does."""
+        """Return a future that is complete at once; who uses its value waits, as a stream does."""
         future = torch.futures.Future(devices=[self.stream.device])
         results = [reference() for reference in self.results]
         with self.stream:
@@ -241,7 +241,7 @@ class Queued(dist.Work):
 
 
 def communicator_of(group, device, peer=None):
-    """The communicator of a whole group, or of this rank and one peer in it."""
+    """Return the communicator of a whole group, or of this rank and one peer in it."""
     members = list(range(group.size()))
     name = f"{group.group_name}/all"
     if peer is not None:
@@ -256,7 +256,7 @@ def communicator_of(group, device, peer=None):
 
 
 def checked(name, used):
-    """The one GPU of all tensors."""
+    """Return the one GPU of all tensors."""
     if not all(isinstance(tensor, tensors.PretendTensor) for tensor, _ in used):
         raise RuntimeError(f"No backend type associated with device type cpu ({name})")
     devices = {tensor.device for tensor, _ in used}
@@ -334,12 +334,12 @@ def by_gloo(func, values, used):
 
 
 def is_group(value):
-    """Whether an argument is a process group."""
+    """Return whether an argument is a process group."""
     return isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())
 
 
 def bare_call(func, raw):
-    """The call of an operator on bare values; it returns gloo's work."""
+    """Return the call of an operator on bare values; it returns gloo's work."""
 
     def call():
         result = func(**raw)
@@ -387,7 +387,7 @@ def queue(communicator, call, used, func, values, batch):
 
 @contextmanager
 def one_batch():
-    """All messages in this block are one piece of work."""
+    """Make all messages in this block one piece of work."""
     local.batch = {}
     try:
         yield

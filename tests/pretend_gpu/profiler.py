@@ -26,7 +26,7 @@ def exported(original):
 
 
 def launched(event, number):
-    """The launch of a kernel and the kernel, for an operation of the processor."""
+    """Return the launch of a kernel and the kernel, for an operation of the processor."""
     space, _, name = event["name"].partition("::")
     args = {"correlation": number}
     kernel = f"pretended_{name}"

@@ -6,8 +6,8 @@ a real one would punish.
 
 A run fails if a cell raises, on a race, on a context that a rank opens beside the one on its own
 GPU, on a communicator that is made while a rank receives, and if the processor waits at one line
-more often than 20 times for each GPU, except where `waits.csv` says why.
-The table of all runs is results/gpu_rehearsal.csv.
+more often than 20 times for each GPU, except where `waits.csv` says why. The table of all runs is
+results/gpu_rehearsal.csv.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import nbformat
 from pretend_gpu import build, environment, read
 
 ROOT = Path(__file__).resolve().parents[2]
-WAITS = Path(__file__).with_name("waits.csv")  # places of the course that may wait for the GPU
+WAITS = Path(__file__).with_name("waits.csv")  # These places of the course may wait for the GPU.
 OTHER_WAITS = 20  # so often may the ranks of one GPU wait anywhere else
 PATIENCE = 900  # seconds of a cell: eight ranks may share two cores with other programs
 TABLE = ROOT / "results" / "gpu_rehearsal.csv"
@@ -85,14 +85,14 @@ def run(path, gpus, log):
 
 
 def may_wait(place):
-    """Whether the table of waits has this place: "… at stage3.py:109 (train)"."""
+    """Return whether the table of waits has this place: "… at stage3.py:109 (train)"."""
     with WAITS.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     return any(row["file"] in place and f"({row['function']})" in place for row in rows)
 
 
 def judge(errors, findings, gpus):
-    """All that fails a run, a line each."""
+    """Return all that fails a run, a line each."""
     wrong = list(errors)
     wrong += [f"race: {race}" for race in dict.fromkeys(findings.races)]
     wrong += list(dict.fromkeys(findings.foreign + findings.late))
@@ -143,12 +143,12 @@ def write(rows):
 
 
 def counts(text):
-    """Numbers of GPUs: "1,2"."""
+    """Return the numbers of GPUs in a text such as "1,2"."""
     return [int(number) for number in text.split(",")]
 
 
 def main(arguments=None):
-    """The command; returns 1 if something is wrong."""
+    """Carry out the command; return 1 if something is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--gpus", type=counts, default=[1, 2, 4, 8], help="default 1,2,4,8")
     parser.add_argument("notebooks", nargs="*", help="default: all lessons and solutions")

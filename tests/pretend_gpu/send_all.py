@@ -30,7 +30,8 @@ from pretend_gpu.train_all import distances
 
 SCHEDULES = [stage8_pipeline.gpipe, stage8_pipeline.interleaved, stage8_pipeline.zero_bubble]
 RING = {"all_reduce": stage4_ring.ring_all_reduce}
-WAITS = {"batch norm": 0, "bitmap": 1, "micro-batches": 1, "finite": 1}  # at most, in one step
+# A step waits so often at most.
+WAITS = {"batch norm": 0, "bitmap": 1, "micro-batches": 1, "finite": 1}
 SETTINGS = {
     "bitmap": {"find_unused_parameters": True, **RING},
     "batch norm": RING,
@@ -41,13 +42,15 @@ SETTINGS = {
 
 
 def distance(ours, exact):
-    """The largest difference between two lists of tensors."""
+    """Return the largest difference between two lists of tensors."""
     pairs = zip(ours, exact, strict=True)
     return max((one.cpu() - other.cpu()).abs().max().item() for one, other in pairs)
 
 
 def pipelines():
-    """How far a pipeline ends from one device with schedules that send to and fro, and around."""
+    """Return how far a pipeline ends from one device with schedules that send to and fro, and
+    around.
+    """
     torch.manual_seed(0)
     layers = [torch.nn.Linear(6, 6) for _ in range(12)]
     model = torch.nn.Sequential(*layers).double().to(rank_device())
@@ -65,13 +68,13 @@ def pipelines():
 
 
 def numbers(rank):
-    """The tensor of a rank, on the processor."""
+    """Return the tensor of a rank, on the processor."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(4099, dtype=torch.float64, generator=generator)
 
 
 def sums():
-    """How far each collective's sum is from the sum."""
+    """Return how far each collective's sum is from the sum."""
     exact = sum(numbers(rank) for rank in range(dist.get_world_size()))
     ways = {name: way for name, way in vars(collectives).items() if name.endswith("_all_reduce")}
     ways |= {"ring": stage4_ring.ring_all_reduce, "whole": stage4_ring.whole_gradient_ring}
@@ -84,8 +87,8 @@ def sums():
 
 
 def gradients_of_stage_6(what, device):
-    """Three steps with a bitmap of unused parameters or SyncBatchNorm beside communication, a hook,
-    or uneven data.
+    """Take three steps with a bitmap of unused parameters or SyncBatchNorm beside communication, a
+    hook, or uneven data.
     """
     torch.manual_seed(0)
     norm = stage6_ddp.SyncBatchNorm(8) if "batch norm" in what else torch.nn.Identity()
@@ -105,7 +108,7 @@ def gradients_of_stage_6(what, device):
 
 
 def hooks_join_and_the_models_own_collectives():
-    """How far the gradients are from the processor's, for each of the SETTINGS."""
+    """Return how far the gradients are from the processor's, for each of the SETTINGS."""
     distances = {}
     for what in SETTINGS:
         on_processor = gradients_of_stage_6(what, "cpu")
@@ -114,8 +117,8 @@ def hooks_join_and_the_models_own_collectives():
 
 
 def everything():
-    """On each rank: {what: distance}, and {what: how often a step waits with few parts and with
-    many}.
+    """On each rank, return {what: distance}, and {what: how often a step waits with few parts
+    and with many}.
     """
     far = distances(["3", "4", "4w", "5", "6", "7", "7o", "8", "9"])
     far |= pipelines() | sums() | hooks_join_and_the_models_own_collectives()
@@ -126,7 +129,7 @@ def everything():
 
 
 def waits_of_a_step(what, parts):
-    """How often the processor waits for the GPU in a step with so many norms, parameters or
+    """Return how often the processor waits for the GPU in a step with so many norms, parameters or
     micro-batches.
     """
     torch.manual_seed(0)

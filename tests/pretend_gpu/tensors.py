@@ -43,7 +43,7 @@ class PretendTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, raw, index):
-        """A shell of the shape of `raw`."""
+        """Return a shell of the shape of `raw`."""
         return torch.Tensor._make_wrapper_subclass(
             cls,
             raw.shape,
@@ -66,7 +66,7 @@ class PretendTensor(torch.Tensor):
         return repr(self.detach().cpu())[:-1] + f", device='{self.device}')"
 
     def span(self):
-        """The first byte, and the one after the last."""
+        """Return the first byte, and the one after the last."""
         raw = self.raw
         start = raw.data_ptr()
         if not raw.numel():
@@ -80,7 +80,7 @@ class PretendTensor(torch.Tensor):
             self.block.use(Use(key, clock[key], writes, *self.span(), where), clock)
 
     def unfinished(self):
-        """Messages that are still on their way from or into these bytes."""
+        """Return the messages that are still on their way from or into these bytes."""
         start, end = self.span()
         return [one for one in self.block.messages if one.start < end and start < one.end]
 
@@ -92,7 +92,7 @@ class PretendTensor(torch.Tensor):
                 self.block.messages = [one for one in self.block.messages if one is not message]
 
     def as_subclass(self, kind):
-        """The same tensor: what a subclass forbids is tested without GPUs."""
+        """Return the same tensor: what a subclass forbids is tested without GPUs."""
         return self
 
     @property
@@ -114,11 +114,11 @@ class PretendTensor(torch.Tensor):
         self.block.recorded.add(stream.key)
 
     def data_ptr(self):
-        """The address of the values."""
+        """Return the address of the values."""
         return self.raw.data_ptr()
 
     def untyped_storage(self):
-        """The values' storage."""
+        """Return the values' storage."""
         return self.raw.untyped_storage()
 
     def __deepcopy__(self, memo):
@@ -151,7 +151,7 @@ class PretendTensor(torch.Tensor):
         self.block = other.block
 
     def tolist(self):
-        """The values; the host waits."""
+        """Return the values, for which the host waits."""
         return self.cpu().tolist()
 
     def numpy(self, *_, **__):
@@ -163,7 +163,7 @@ class PretendTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        """Every operation comes here."""
+        """Carry out an operation: each one with such a tensor comes here."""
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             return hooks["collective"](func, args, kwargs)
@@ -180,13 +180,13 @@ class PretendTensor(torch.Tensor):
 
 @functools.cache
 def both(kind):
-    """A class of tensors on a pretended GPU that are of this kind, too."""
+    """Return a class of tensors on a pretended GPU that are of this kind, too."""
     form = {"__torch_function__": torch._C._disabled_torch_function_impl}
     return type(kind.__name__, (PretendTensor, kind), form)
 
 
 def rebuild(raw, index, requires_grad):
-    """The tensor that was pickled: on its GPU, or where `torch.load` was told to put it."""
+    """Return the tensor that was pickled: on its GPU, or where `torch.load` was told to put it."""
     place_for = getattr(loading, "device", None)
     if place_for is not None:
         index = None if place_for.type == "cpu" else index_of(place_for)
@@ -231,14 +231,14 @@ _facts = {}
 
 
 def facts_of(func):
-    """The facts of an operation."""
+    """Return the facts of an operation."""
     if func not in _facts:
         _facts[func] = Facts(func)
     return _facts[func]
 
 
 def tensors_in(value):
-    """All tensors in an argument."""
+    """Yield all tensors in an argument."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -247,12 +247,12 @@ def tensors_in(value):
 
 
 def bare(value):
-    """The values of a tensor."""
+    """Return the values of a tensor."""
     return value.raw if isinstance(value, PretendTensor) else value
 
 
 def uses_of(facts, args, kwargs):
-    """(tensor, whether it is written) for all arguments."""
+    """Return (tensor, whether it is written) for all arguments."""
     uses = []
     for argument, writes in zip(args, facts.written, strict=False):
         uses += [(tensor, writes) for tensor in tensors_in(argument)]
@@ -312,7 +312,9 @@ def run(func, args, kwargs, index=None):
 
 
 def target(gpus, kwargs, index):
-    """Whether the result is on the CPU, the GPU that works, and the arguments for bare values."""
+    """Return whether the result is on the CPU, the GPU that works, and the arguments for bare
+    values.
+    """
     to_cpu = False
     if kwargs.get("device") is not None:
         to_cpu = kwargs["device"].type == "cpu"
@@ -351,7 +353,7 @@ def with_generator(random, index, func, args, kwargs):
 
 
 def generator_state(index):
-    """The state of a GPU's random generator."""
+    """Return the state of a GPU's random generator."""
     if index not in generators:
         generators[index] = torch.Generator().manual_seed(0).get_state()
     return generators[index]
@@ -364,7 +366,7 @@ def seed_all(seed):
 
 
 def makes_a_tensor(op):
-    """Whether an operation has a `device` and no tensor among its arguments, and returns one
+    """Return whether an operation has a `device` and no tensor among its arguments, and returns one
     tensor.
     """
     schema = op._schema
@@ -396,7 +398,7 @@ def register(library):
 
 
 def factory(op):
-    """A kernel for an operation that makes a tensor."""
+    """Return a kernel for an operation that makes a tensor."""
 
     def kernel(*args, **kwargs):
         with LOCK:
@@ -406,7 +408,7 @@ def factory(op):
 
 
 def below_python(op):
-    """A kernel for an operation that comes here below Python's key, as in `torch.tensor(…,
+    """Return a kernel for an operation that comes here below Python's key, as in `torch.tensor(…,
     device=…)`.
     """
 
@@ -426,7 +428,7 @@ def copy_from(source, target, *args, **kwargs):
 def attention(
     q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
 ):
-    """Attention as the CPU's own choice, so that the bits are the CPU's."""
+    """Return the attention as the CPU's own choice, so that the bits are the CPU's."""
     masked = attn_mask is not None and attn_mask.dtype == torch.bool
     if dropout_p or enable_gqa or q.dim() != 4 or masked:
         return A._scaled_dot_product_attention_math.default(

@@ -100,7 +100,7 @@ def run(script, *arguments, log, course=ROOT, gpus=2):
 
 
 def kinds_of(findings):
-    """The kinds of findings. That a run fails is none: it may have failed for any reason."""
+    """Return the kinds of findings. That a run fails is none: it may have failed for any reason."""
     kinds = {
         "race": findings.races,
         "context": findings.foreign,
@@ -111,7 +111,9 @@ def kinds_of(findings):
 
 
 def marked(names):
-    """Parameters of a test: one is for make test-rest, and all others are for the week."""
+    """Return the parameters of a test: one is for make test-rest, and all others are for the
+    week.
+    """
     parameters = []
     for name in names:
         mark = pytest.mark.slow if name in ALWAYS else pytest.mark.weekly

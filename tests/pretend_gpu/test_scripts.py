@@ -27,7 +27,7 @@ def started(gpus, log, *words):
 
 
 def run(gpus, log, *words):
-    """The same, where nothing may fail: what was printed, and findings."""
+    """Run a script in which nothing may fail; return what was printed, and the findings."""
     done, findings = started(gpus, log, *words)
     assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-3000:])
     return done.stdout, findings

@@ -37,7 +37,7 @@ def distances(keys):
 
 
 def hooked():
-    """How far a communication hook's average of two steps is from the backend's."""
+    """Return how far a communication hook's average of two steps is from the backend's."""
     gradients = []
     for with_hook in (False, True):
         torch.manual_seed(0)
@@ -53,7 +53,7 @@ def hooked():
 
 
 def mean(state, bucket):
-    """A hook that averages."""
+    """Average a bucket, as a communication hook."""
     summed = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
     return summed.then(lambda future: future.value()[0] / dist.get_world_size())
 

@@ -41,12 +41,12 @@ OPTIONS = [
 
 
 def unharmed(options, world_size):
-    """The result of the same run without faults."""
+    """Return the result of the same run without faults."""
 
     def run():
         from ddp_course import train
 
-        torch.set_num_threads(1)  # torchrun does the same
+        torch.set_num_threads(1)  # torchrun sets the same.
         train.say = lambda text: None
         return train.run(train.parse(options))
 
@@ -54,7 +54,7 @@ def unharmed(options, world_size):
 
 
 def ranks_of(agent):
-    """The processes that train, by rank."""
+    """Return the processes that train, by rank."""
     ranks = {}
     for process in psutil.Process(agent.pid).children(recursive=True):
         try:
@@ -103,7 +103,7 @@ def run_with_faults(options, world_size, minutes, every, pause, chance, folder, 
                     due = now + every * chance.uniform(0.5, 1.5)
                 time.sleep(0.05)
         finally:
-            agent.terminate()  # nothing happens if it has ended
+            agent.terminate()  # This changes nothing if the agent has ended.
             agent.wait()
     assert agent.returncode == 0, Path(folder, "log").read_text()[-5000:]
     assert hurry.exists(), "the run ended before its time"
@@ -111,7 +111,7 @@ def run_with_faults(options, world_size, minutes, every, pause, chance, folder, 
 
 
 def soak(minutes, every=20.0, world_size=2, pause=0.03, seed=0, enough=math.inf):
-    """One run of `minutes` with faults; returns (faults, steps), raises AssertionError if a bit
+    """Train once for `minutes`, with faults; return (faults, steps), raise AssertionError if a bit
     differs.
     """
     steps = int(60 * minutes / pause)  # the pauses of these steps alone take `minutes`

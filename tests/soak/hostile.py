@@ -55,7 +55,8 @@ def refusal(error):
 
 
 def outcome(ours, expected, ranks_differ=False):
-    """What became of a case, as one rank sees it; anything else than the three names is wrong.
+    """Return what became of a case, as one rank sees it; anything else than the three names is
+    wrong.
 
     An error of a single rank must end the launch: the others would wait for it.
     """
@@ -124,14 +125,14 @@ def of_slices(action):
 
 
 def numbers(found):
-    """What an action says of the whole, if it is a number."""
+    """Return what an action says of the whole, if it is a number."""
     if isinstance(found, torch.Tensor) and found.dim() == 0:
         return [found.detach().as_subclass(torch.Tensor)]
     return []
 
 
 def present(parameters):
-    """Those with a gradient: a rank may have none of the elements of the others."""
+    """Return the parameters with a gradient: a rank may have none of the elements of the others."""
     return [parameter for parameter in parameters if parameter.grad is not None]
 
 
@@ -153,7 +154,7 @@ def step(make, parameters):
 
 
 def averaged_weights(parameters):
-    """An exponential average of the weights, which is put in place of them."""
+    """Put an exponential average of the weights in place of them."""
     average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
     with torch.no_grad():
         kept = [parameter.clone() for parameter in parameters]
@@ -265,7 +266,7 @@ FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 
 
 def weights():
-    """Cases of parts: what is done, for shards and for slices."""
+    """Yield cases of parts: what is done, for shards and for slices."""
     actions = {name: partial(each, change) for name, change in ONE_BY_ONE.items()} | WHOLE_LISTS
     for name, foreach in product(OPTIMIZERS.split(), (False, True)):
         make = partial(getattr(torch.optim, name), lr=0.01, foreach=foreach)
@@ -487,7 +488,7 @@ def clipped_alone(change):
 
 
 def of_inputs_split(change):
-    """The gradient of the inputs."""
+    """Return the gradient of the inputs."""
     model = stage9_tensor.parallelize(changed(change))
     inputs = inputs_for(model).requires_grad_()
     model(inputs).square().sum().backward()
@@ -509,7 +510,7 @@ def penalty(model):
 
 
 def split():
-    """Cases of stage 9: models with something odd, and what is done with them."""
+    """Yield cases of stage 9: models with something odd, and what is done with them."""
     for change in CHANGES:
         name = change.__name__
         yield f"{name}: train", partial(train_split, change), partial(train_alone, change)
@@ -630,7 +631,7 @@ class Positions(nn.Module):
 
 
 def by_messages(average):
-    """Steps of stage 3 or 4, with an optimizer that decays weights."""
+    """Take steps of stage 3 or 4, with an optimizer that decays weights."""
 
     def run(model, rank):
         broadcast_parameters(model)
@@ -684,7 +685,7 @@ STAGES = {
 
 
 def stages():
-    """Cases of replicas: models that leave something out, in each stage."""
+    """Yield cases of replicas: models that leave something out, in each stage."""
     torchs = by_wrapper(partial(TorchDDP, find_unused_parameters=True))
     for (model, make), (stage, run) in product(NETS.items(), STAGES.items()):
         yield (
@@ -698,8 +699,8 @@ PARTS = {"weights": weights, "split": split, "stages": stages}
 
 
 def all_of(part, names):
-    """On a rank: the outcome of each case. Where ranks may have stopped at different points, the
-    next cases could not begin: such a case has a launch of its own.
+    """On a rank, return the outcome of each case. Where ranks may have stopped at different
+    points, the next cases could not begin: such a case has a launch of its own.
     """
     torch.set_num_threads(1)
     return {
@@ -710,7 +711,9 @@ def all_of(part, names):
 
 
 def report(part):
-    """{case: outcome} of a part, by one launch, and by one launch for each case that broke it."""
+    """Return {case: outcome} of a part, by one launch, and by one launch for each case that
+    broke it.
+    """
     outcomes = {}
     names = [name for name, _, _ in PARTS[part]()]
     alone = [name for name in names if part == "stages" and "stage 5" in name]
@@ -871,7 +874,7 @@ def refused(**settings):
 
 
 def launches():
-    """{case: outcome} of launches."""
+    """Return {case: outcome} of launches."""
     outcomes = {}
     with redirect_stderr(io.StringIO()):
         for name, (function, arguments, wanted) in LAUNCHES.items():

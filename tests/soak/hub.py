@@ -98,7 +98,7 @@ def main():
 
 
 def left_behind(processes):
-    """In words, each process that has not ended, and each file that is left."""
+    """Return in words each process that has not ended, and each file that is left."""
     _, alive = psutil.wait_procs(processes, timeout=20)
     files = os.listdir(tempfile.gettempdir())
     left = [*alive, *(name for name in files if not name.startswith(TORCH_CACHE))]

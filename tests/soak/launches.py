@@ -106,7 +106,7 @@ def attempt(fault, world_size, names, chance):
 
 
 def attack(name, delay, stop):
-    """In a thread, interrupt the running launch or kill one of its processes, if the fault comes
+    """Interrupt the running launch or kill one of its processes, in a thread, if the fault comes
     from outside.
     """
     if name not in FROM_OUTSIDE:
@@ -137,7 +137,7 @@ def kill(process, number):
 
 
 def launch_processes():
-    """The agents and the ranks that run now."""
+    """Return the agents and the ranks that run now."""
     with contextlib.suppress(psutil.NoSuchProcess, IndexError):
         agents = psutil.Process(server_handle.servers[0].process.pid).children()
         return agents, [rank for agent in agents for rank in agent.children()]
@@ -166,7 +166,7 @@ def left_behind(before, after):
     files = [name for name in os.listdir(tempfile.gettempdir()) if not name.startswith(TORCH_CACHE)]
     if files:
         found.append(f"left in the temporary folder: {files}")
-    if after["processes"] > 1:  # one is the server
+    if after["processes"] > 1:  # One of them is the server.
         found.append(f"{after['processes'] - 1} processes left")
     if after["files"] > before["files"]:
         found.append(f"open files grew from {before['files']} to {after['files']}")

@@ -63,7 +63,9 @@ name = "local"
 
 
 def tests_of_modules():
-    """{module: the tests that check it}; of several patterns that fit the last one counts."""
+    """Return {module: the tests that check it}; of several patterns that fit the last one
+    counts.
+    """
     tests_of = {}
     for pattern, tests in TESTS.items():
         for file in sorted(ROOT.glob(pattern)):
@@ -73,7 +75,9 @@ def tests_of_modules():
 
 
 def annotations_of(source):
-    """(begin, end) of each annotation, both as (line, column): a fault there changes nothing."""
+    """Return (begin, end) of each annotation, both as (line, column): a fault there changes
+    nothing.
+    """
     places = []
     for node in ast.walk(ast.parse(source)):
         for name in ("annotation", "returns"):
@@ -87,7 +91,7 @@ def annotations_of(source):
 def keep_some(table, annotations, count, seed):
     """Draw `count` mutants from a session's table, none in an annotation; delete the others."""
     place = "start_pos_row, start_pos_col"
-    order = "operator_name, operator_args, occurrence"  # job_id is another number every time
+    order = "operator_name, operator_args, occurrence"  # The job_id is another number every time.
     jobs = []
     others = []
     for job, *at in table.execute(f"SELECT job_id, {place} FROM mutation_specs ORDER BY {order}"):
@@ -122,7 +126,8 @@ def mutate(copy, module, tests, count, seed, seconds):
             arguments, cwd=copy, env=environment, check=True, capture_output=True, text=True
         ).stdout
 
-    cosmic_ray("cosmic-ray", "baseline", config.name)  # it stops if the tests fail without a mutant
+    # The run stops if the tests fail without a mutant.
+    cosmic_ray("cosmic-ray", "baseline", config.name)
     cosmic_ray("cosmic-ray", "init", config.name, session.name)
     with sqlite3.connect(session) as table:
         keep_some(table, annotations_of((copy / module).read_text(encoding="utf-8")), count, seed)

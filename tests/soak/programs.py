@@ -129,7 +129,7 @@ class Model(nn.Module):
                     )
 
     def note_call(self, *_):
-        """A hook of one layer that reads or scales the gradient of a later one."""
+        """Read or scale the gradient of a later layer, as a hook of one layer."""
         gradient = self.last.weight.grad
         if gradient is not None and "scales" in self.traits:
             gradient.mul_(2)
@@ -157,7 +157,7 @@ def lay_out(place, parameter):
 
 
 def program(number):
-    """The program with this number: (traits of the model, settings of the wrapper, hook,
+    """Return the program with this number: (traits of the model, settings of the wrapper, hook,
     operations).
     """
     draw = random.Random(number)
@@ -200,8 +200,8 @@ def program(number):
 
 
 def operation(draw, traits, settings):
-    """One step of a program: (what, arguments); arguments may differ between ranks, and then are a
-    list.
+    """Return one step of a program: (what, arguments); arguments may differ between ranks, and then
+    are a list.
     """
     what = draw.choice(OPERATIONS)
     changing = settings.get("find_unused_parameters") and not settings.get("static_graph")
@@ -280,7 +280,7 @@ class Player:
                 return  # no class promises what comes after a refusal
 
     def tensors(self):
-        """{name: tensor or None} of gradients, weights and buffers."""
+        """Return {name: tensor or None} of gradients, weights and buffers."""
         found = {}
         for index, model in enumerate(self.models):
             for name, p in model.named_parameters():
@@ -295,7 +295,7 @@ class Player:
         return found
 
     def loss(self, which, bomb=None):
-        """One forward pass through all wrappers, on inputs of its own."""
+        """Return the loss of one forward pass through all wrappers, on inputs of its own."""
         self.count += 1
         seed = 1000 * self.number + 10 * self.count + self.rank
         x = torch.randn(BATCH, 5, generator=torch.Generator().manual_seed(seed))
@@ -356,7 +356,9 @@ class Player:
             self.optimizer = torch.optim.SGD(trained, lr=0.05)
 
     def late_backward(self, which, set_to_none):
-        """What counts is that the forward pass ran inside no_sync()."""
+        """Leave no_sync() before the backward pass: what counts is that the forward pass ran
+        inside.
+        """
         self.zero(set_to_none)
         with ExitStack() as contexts:
             for wrapper in self.wrapped:
@@ -396,7 +398,7 @@ class Player:
 
 
 def explode_in_hook(gradient):
-    """A gradient hook that fails."""
+    """Fail, as a gradient hook."""
     raise Explosion("gradient hook")
 
 
@@ -422,14 +424,16 @@ def difference(number):
 
 
 def differences(first, count, reached):
-    """{number: difference} of some programs on this rank."""
+    """Return {number: difference} of some programs on this rank."""
     warnings.simplefilter("ignore")
     found = {number: difference(number) for number in counted(first, count, reached)}
     return {number: text for number, text in found.items() if text}
 
 
 def counted(first, count, reached):
-    """The numbers from `first` on; the file `reached` has the number of the program that runs."""
+    """Yield the numbers from `first` on; the file `reached` has the number of the program that
+    runs.
+    """
     for number in range(first, first + count):
         Path(reached).write_text(str(number))
         yield number
@@ -439,8 +443,8 @@ def counted(first, count, reached):
 
 
 def stage5_difference(number):
-    """A random model, batches and settings: how far stage 5's weights are from one device's on the
-    whole batch.
+    """Train a random model on random batches; return how far stage 5's weights are from one
+    device's on the whole batch.
     """
     draw = random.Random(number)
     world_size = dist.get_world_size()
@@ -497,8 +501,8 @@ EVERY = {
 
 
 def collective_difference(number, groups):
-    """Integers of a random shape, stride and type, summed in one or two threads, each on a group of
-    its own.
+    """Sum integers of a random shape, stride and type in one or two threads, each on a group of its
+    own.
     """
     draw = random.Random(number)
     rank = dist.get_rank()
@@ -526,7 +530,7 @@ def collective_difference(number, groups):
 
 
 def other_differences(first, count, reached):
-    """{number: difference} of stage 5 and of the collectives."""
+    """Return {number: difference} of stage 5 and of the collectives."""
     groups = [None, dist.new_group(list(range(dist.get_world_size()))), dist.new_group([0, 1])]
     found = {}
     for number in counted(first, count, reached):

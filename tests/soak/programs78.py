@@ -95,7 +95,7 @@ class Net(torch.nn.Module):
             self.unused = torch.nn.Linear(3, 2).double()
 
     def layers(self):
-        """The chain, for a pipeline."""
+        """Return the chain, for a pipeline."""
         return list(self.chain)
 
     def forward(self, inputs):
@@ -104,7 +104,7 @@ class Net(torch.nn.Module):
 
 
 def drawn(seed, stage):
-    """The program of this seed for a stage, as plain data."""
+    """Return the program of this seed for a stage, as plain data."""
     chance = random.Random(f"{seed} {stage}")
     kinds = [
         "linear",
@@ -160,8 +160,8 @@ def drawn(seed, stage):
 
 
 def build(program, stage):
-    """The model of a program, and its trap; if training starts from rank 0's weights, other ranks
-    get other weights.
+    """Return the model of a program, and its trap; if training starts from rank 0's weights, other
+    ranks get other weights.
     """
     starts_from_rank_0 = stage in ("7", "7o")
     torch.manual_seed(program["seed"] + 1000 * dist.get_rank() * starts_from_rank_0)
@@ -221,8 +221,8 @@ class Player:
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
 
     def in_stages(self, world_size):
-        """The model as a pipeline of one stage per rank, or of two where the schedule goes around
-        twice.
+        """Return the model as a pipeline of one stage per rank, or of two where the schedule goes
+        around twice.
         """
         schedule = SCHEDULES[self.program["schedule"]]
         try:
@@ -237,14 +237,14 @@ class Player:
         )
 
     def groups(self):
-        """The parameters in two groups with settings of their own, or in one."""
+        """Return the parameters in two groups with settings of their own, or in one."""
         parameters = list(self.forward.parameters())
         if not self.program["groups"]:
             return [{"params": parameters}]
         return [{"params": parameters[::2], "lr": 0.03}, {"params": parameters[1::2]}]
 
     def backward(self, inputs, targets):
-        """One forward and backward pass on this rank's share."""
+        """Run one forward and backward pass on this rank's share."""
         if self.stage == "8":
             self.pipeline.step(inputs, targets)
         else:
@@ -268,7 +268,9 @@ class Player:
         return clipper.clip_grad_norm_(max_norm, norm_type).item()
 
     def state(self):
-        """State dicts of model and optimizer, whole; a pipeline has no optimizer of the whole."""
+        """Return the state dicts of model and optimizer, whole; a pipeline has no optimizer of the
+        whole.
+        """
         if self.stage == "8":
             for stage, part in enumerate(self.parts):
                 broadcast_parameters(part, src=stage % dist.get_world_size())
@@ -330,7 +332,7 @@ def play(program, stage, steps, start=None):
 
 
 def play_all(programs, stage, first=True, starts=None):
-    """The first or the second half of every program."""
+    """Play the first or the second half of every program."""
     results = []
     for program, start in zip(programs, starts or [None] * len(programs), strict=True):
         middle = len(program["steps"]) // 2 if stage != "8" else len(program["steps"])
@@ -339,12 +341,12 @@ def play_all(programs, stage, first=True, starts=None):
 
 
 def whole(programs):
-    """The results of the whole programs on one device."""
+    """Return the results of the whole programs on one device."""
     return [play(program, "1", slice(None)) for program in programs]
 
 
 def numbers(value):
-    """All tensors and numbers inside, flattened, float64."""
+    """Return all tensors and numbers inside, flattened, float64."""
     if isinstance(value, dict):
         return [number for key in value if key != "param_groups" for number in numbers(value[key])]
     if isinstance(value, list | tuple):
@@ -357,8 +359,8 @@ def numbers(value):
 
 
 def apart(one, other):
-    """The greatest difference of two outcomes, relative to 1 or the larger; infinite if they do not
-    match.
+    """Return the greatest difference of two outcomes, relative to 1 or the larger; infinite if they
+    do not match.
     """
     ours = numbers(one)
     theirs = numbers(other)
@@ -376,8 +378,8 @@ def tolerance(program):
 
 
 def failures(stage, world_sizes, seeds):
-    """The programs of `seeds` in which a rank of `stage` ends elsewhere than one device: (program,
-    difference).
+    """Return the programs of `seeds` in which a rank of `stage` ends elsewhere than one device:
+    (program, difference).
     """
     programs = [drawn(seed, stage) for seed in seeds]
     expected = launch(whole, programs, world_size=1, timeout=600)[0]

@@ -40,7 +40,7 @@ def inputs(rank, step):
 
 
 def fail_once(parallel, model, where):
-    """One pass that ends with an exception at `where`."""
+    """Run one pass that ends with an exception at `where`."""
     if where == "forward":
         handle = model[1].register_forward_pre_hook(explode)
     elif where == "first of backward":
@@ -63,8 +63,8 @@ def fail_once(parallel, model, where):
 
 
 def afterwards(stage, where, failing):
-    """What three passes after the exception were like on this rank: "works" or "refuses", with the
-    words.
+    """Return what three passes after the exception were like on this rank: "works" or "refuses",
+    with the words.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))

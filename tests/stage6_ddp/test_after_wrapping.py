@@ -18,7 +18,7 @@ from manyranks.errors import RankError
 
 
 def net():
-    """Three layers, of which the last has a frozen bias."""
+    """Return three layers, of which the last has a frozen bias."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
     model[4].bias.requires_grad_(False)
@@ -200,7 +200,7 @@ WRAPPERS = {
 
 
 def outcome(change, wrap):
-    """The words of the refusal, or "averaged", or "wrong"."""
+    """Return the words of the refusal, or "averaged", or "wrong"."""
     model = net()
     wrapper = wrap(model, process_group=dist.new_group())
     wrapper(share()).square().mean().backward()

@@ -170,7 +170,9 @@ def own_gradients_allowed(model, x, y):
 
 
 def turns(model, x, y):
-    """A discriminator's turn with two passes, and a generator's in which it is frozen."""
+    """Train a discriminator with two passes, and then a generator, while the discriminator is
+    frozen.
+    """
     noise = (2 * y).requires_grad_()
     (loss_of(model(x)) - loss_of(model(noise.detach()))).backward()
     model.requires_grad_(False)
@@ -295,7 +297,9 @@ class OneProcess(Net):
 
 
 def outcome(program, wrap, warm):
-    """The words of the refusal, or "right", or how far the gradients are from one process's."""
+    """Return the words of the refusal, or "right", or how far the gradients are from one
+    process's.
+    """
     group = dist.new_group()
     model = Net()
     wrapper = wrap(model, process_group=group)

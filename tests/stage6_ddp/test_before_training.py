@@ -30,7 +30,7 @@ ONE_GPU = "only work with modules on a single GPU"
 
 
 def sharded_by_torch():
-    """A layer of torch's FSDP without ranks."""
+    """Return a layer of torch's FSDP without ranks."""
     layer = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
     nn.Module.__init__(layer)
     return layer

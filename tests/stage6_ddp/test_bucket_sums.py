@@ -7,7 +7,7 @@ from ddp_course.stage6_ddp.bucket_sums import GradBucket, by_hook
 
 
 def bucket(dtype=torch.float32):
-    """A bucket of two parameters with 1, 2, 3."""
+    """Return a bucket of two parameters with 1, 2, 3."""
     flat = torch.tensor([1.0, 2.0, 3.0]).to(dtype)
     return GradBucket(4, flat, [torch.zeros(1), torch.zeros(2)], is_last=True)
 
@@ -45,4 +45,4 @@ def test_a_hook_that_returns_no_future_is_told_so():
 
 
 def print_hook(state, bucket):
-    """A hook that forgot what it is for."""
+    """Print, and return nothing: a hook that forgot what it is for."""

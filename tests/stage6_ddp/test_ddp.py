@@ -40,7 +40,7 @@ def test_inputs_move_to_the_device_of_the_module():
 
 
 def started():
-    """How a wrapper begins: rank 0's weights, and buffers unless the older name says no."""
+    """Return how a wrapper begins: rank 0's weights, and buffers unless the older name says no."""
     found = {}
     for name, settings in {
         "default": {},

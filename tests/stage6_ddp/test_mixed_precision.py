@@ -35,7 +35,7 @@ class Mixed(torch.nn.Module):
 
 
 def run(**wanted):
-    """The model, and what it met."""
+    """Return the model, and what it met."""
     model = Mixed()
     low = LowPrecision(_MixedPrecision(**wanted), model, KEPT)
     low(torch.ones(2, 3), places=torch.arange(2), scale=torch.ones(1))

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from stage6_cases import Net, assert_raises, seeded
+from stage6_cases import Net, assert_raises, message_of, seeded
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -29,8 +29,8 @@ def linear():
 
 
 def train(forward, module, steps=6):
-    """Gradients and weights after each step of training `module` with `forward`, on inputs of this
-    rank's own.
+    """Return the gradients and weights after each step of training `module` with `forward`, on
+    inputs of this rank's own.
     """
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     results = []
@@ -47,20 +47,20 @@ def train(forward, module, steps=6):
 
 
 def nested(DDP, inside=None, outside=None):
-    """A wrapper within a wrapper: both average the gradients of the inner layer."""
+    """Train a wrapper within a wrapper: both average the gradients of the inner layer."""
     outer = DDP(nn.Sequential(DDP(linear(), **inside or {}), linear()), **outside or {})
     return train(outer, outer)
 
 
 def shared_layer(DDP):
-    """Two wrappers with a layer in common, used one after the other."""
+    """Train two wrappers with a layer in common, used one after the other."""
     shared = linear()
     wrappers = [DDP(nn.Sequential(shared, nn.Tanh(), linear())) for _ in range(2)]
     return train(nn.Sequential(*wrappers), nn.Sequential(*wrappers))
 
 
 def hook_of_another_layer(DDP, act):
-    """`act(gradient)` on the last layer's gradient, just before the first layer's is computed."""
+    """Call `act(gradient)` on the last layer's gradient before the first layer's is computed."""
     layers = nn.Sequential(linear(), linear(), linear())
     layers[0].register_full_backward_hook(
         lambda *_: [act(p.grad) for p in layers[2].parameters()] and None
@@ -69,7 +69,7 @@ def hook_of_another_layer(DDP, act):
 
 
 def read_by_a_hook(DDP):
-    """What a hook sees of a later layer is this rank's own gradient."""
+    """Read in a hook this rank's own gradient of a later layer."""
     seen = []
     return hook_of_another_layer(DDP, lambda grad: seen.append(grad.clone())) + seen
 
@@ -104,7 +104,7 @@ def flat_gradients(DDP):
 
 
 def parameter_as_output(DDP):
-    """A model returns one of its parameters: nothing is left on it after the pass."""
+    """Train a model that returns one of its parameters; nothing may be left on that afterwards."""
 
     class Returning(nn.Module):
         def __init__(self):
@@ -162,8 +162,8 @@ def hooked(DDP, hook, make_state=lambda: None, layers=None):
 
 
 def cleared_by_a_hook(DDP):
-    """All gradients are let go of in the middle of the pass: the parameters get the averages all
-    the same.
+    """Let go of all gradients in the middle of the pass: the parameters get the averages all the
+    same.
     """
     layers = nn.Sequential(linear(), linear())
     layers[0].weight.register_hook(lambda grad: layers.zero_grad())
@@ -217,7 +217,7 @@ NEIGHBOURS = {
 
 
 def outcomes():
-    """{name: {class: tensors, or the error}} of all neighbours on this rank."""
+    """Return {name: {class: tensors, or the error}} of all neighbours on this rank."""
     warnings.simplefilter("ignore")
     results = {name: {} for name in NEIGHBOURS}
     for name, neighbour in NEIGHBOURS.items():
@@ -251,7 +251,7 @@ def test_torchs_class_and_ours_do_the_same_beside(name):
 
 
 def copied_by_rank_0():
-    """A copy for averaged weights, made by one rank only, before and after buckets are rebuilt."""
+    """Copy for averaged weights, on one rank only, before and after buckets are rebuilt."""
     parallel = DistributedDataParallel(seeded(Net))
     for step in range(3):
         if dist.get_rank() == 0:
@@ -266,22 +266,25 @@ def test_one_rank_may_copy_the_wrapper():
     assert first == second and first[0]
 
 
-def around_a_sharded_model():
+def refusals_of_a_sharded_model():
+    """Return what the wrapper says of a sharded model, and of one with a sharded layer."""
     sharded = FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    assert_raises(
-        lambda: DistributedDataParallel(sharded), ValueError, "sharded by FullyShardedDataParallel"
-    )
-    assert_raises(
-        lambda: DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), sharded)), ValueError
-    )
+    around = nn.Sequential(nn.Linear(4, 4), sharded)
+    return [
+        message_of(lambda: DistributedDataParallel(sharded), ValueError),
+        message_of(lambda: DistributedDataParallel(around), ValueError),
+    ]
 
 
 def test_a_sharded_model_is_refused():
-    launch(around_a_sharded_model, world_size=2)
+    for messages in launch(refusals_of_a_sharded_model, world_size=2):
+        assert all("sharded by FullyShardedDataParallel" in message for message in messages)
 
 
 def whole_step(wrap, compiled):
-    """The weights after steps of which forward, backward and update may be compiled together."""
+    """Return the weights after steps of which forward, backward and update may be compiled
+    together.
+    """
     module = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
     parallel = wrap(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

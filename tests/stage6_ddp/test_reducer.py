@@ -52,7 +52,9 @@ def test_a_weight_that_a_static_graph_has_not_used_before_is_named():
 
 
 def sizes_of_buckets(limits):
-    """The sizes in bytes of the buckets after two passes, if each rank asks for another limit."""
+    """Return the sizes in bytes of the buckets after two passes, if each rank asks for another
+    limit.
+    """
     limit = limits[dist.get_rank()]
     parallel = DistributedDataParallel(TwoOfThree(), bucket_cap_mb=limit / MIB)
     for _ in range(2):
@@ -69,8 +71,8 @@ def test_rank_0_says_how_large_buckets_are():
 
 
 def without_data(settings, names):
-    """Gradients of models of one and of three parameters, where only rank 0 has data; and the
-    weights of the second.
+    """Return the gradients of models of one and of three parameters, where only rank 0 has data;
+    and the weights of the second.
     """
     found = []
     for model, arguments in ((Scale(), ()), (TwoOfThree(), (names,))):

@@ -42,8 +42,8 @@ def failure(case, kind):
 
 @functools.cache
 def outcomes(kind, world_size):
-    """Results of all cases from one launch; if that fails, one case spoilt it and each gets a
-    launch of its own.
+    """Return the results of all cases from one launch; if that fails, one case spoilt it and each
+    gets a launch of its own.
     """
     try:
         names = [name for name in CASES if kind != "torch" or name not in TORCH_FAILS]
@@ -65,7 +65,7 @@ def test_case(name, kind, world_size):
     assert not failures, "\n".join(failures)
 
 
-# Bucket for bucket; bit for bit, the random programs compare
+# These tests compare buckets; the random programs compare bits.
 
 SETTINGS = {
     "defaults": {},
@@ -78,7 +78,7 @@ SETTINGS = {
 
 
 def odd_model():
-    """Layers of several sizes, two dtypes, used in another order than defined."""
+    """Return layers of several sizes, two dtypes, used in another order than defined."""
     torch.manual_seed(0)
     sizes = [(13, 37), (37, 11), (11, 64), (64, 9)]
     stack = torch.nn.Sequential(*[torch.nn.Linear(*size) for size in sizes])
@@ -93,7 +93,7 @@ def odd_model():
 
 
 def layouts(kind, settings, steps=3):
-    """The shapes in each bucket, in the order of communication, over all steps."""
+    """Return the shapes in each bucket, in the order of communication, over all steps."""
     seen = []
     model = odd_model()
     parallel = CLASSES[kind](model, **settings)
@@ -124,8 +124,8 @@ def test_buckets_are_torchs(world_size):
 
 
 def assignment_pair(seed):
-    """torch's and our assignment of random tensors: mixed dtypes, sparse ones, one or more limits,
-    an order or none.
+    """Return torch's and our assignment of random tensors: mixed dtypes, sparse ones, one or
+    more limits, an order or none.
     """
     draw = random.Random(seed)
     dtypes = [torch.float32, torch.float64, torch.float16]
@@ -161,7 +161,7 @@ def test_size_limits():
             size_limits(None, [1, bad])
 
 
-# What only ours has
+# These tests are of what only our wrapper has.
 
 
 def bf16_hook(DDP):
@@ -202,7 +202,7 @@ def half_the_bytes(DDP):
 
 
 def nothing_left_behind(DDP):
-    """The wrapper leaves no hooks on the module, and can be collected."""
+    """Assert that the wrapper leaves no hooks on the module, and can be collected."""
     model = stage6_cases.Net()
     parallel = DDP(model)
     stage6_cases.squared(parallel, 0).backward()

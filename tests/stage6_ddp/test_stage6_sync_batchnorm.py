@@ -3,13 +3,14 @@ averages.
 """
 
 from contextlib import ExitStack
+from functools import partial
 from itertools import product
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from stage6_cases import assert_raises, assert_replicas_agree
+from stage6_cases import assert_replicas_agree, message_of
 
 from ddp_course import launch
 from ddp_course.stage6_ddp import DistributedDataParallel, SyncBatchNorm
@@ -25,15 +26,17 @@ SETTINGS = {
 
 
 def shares(sizes, shape, step, offset=100.0):
-    """All ranks' inputs, far from zero so that E[x^2] - E[x]^2 would lose all digits in float32."""
+    """Return all ranks' inputs, far from zero so that E[x^2] - E[x]^2 would lose all digits in
+    float32.
+    """
     generator = torch.Generator().manual_seed(step)
     whole = offset + torch.randn(sum(sizes), *shape, generator=generator)
     return whole.split(list(sizes))
 
 
 def against_batch_norm(sizes, shape, settings, layer_class=SyncBatchNorm):
-    """Outputs, gradients and buffers of the layer on the ranks, and of BatchNorm in float64 on the
-    whole batch.
+    """Return the largest error of the layer's outputs, gradients and buffers on the ranks, beside
+    those of BatchNorm in float64 on the whole batch.
     """
     sizes, kind = (
         sizes[: dist.get_world_size()],
@@ -105,7 +108,7 @@ def test_the_comparison_rejects_unsynchronised_layers():
 
 
 def collectives():
-    """The names of the collectives of a pass, and of a forward pass in evaluation."""
+    """Return the names of the collectives of a pass, and of a forward pass in evaluation."""
     layer = SyncBatchNorm(3)
     calls = []
     with ExitStack() as patches:
@@ -128,8 +131,8 @@ def test_one_collective_each_way_and_none_in_evaluation():
 
 
 def in_evaluation():
-    """How far the layer is from BatchNorm on this rank's batch alone, with and without running
-    averages.
+    """Return how far the layer is from BatchNorm on this rank's batch alone, with and without
+    running averages.
     """
     inputs = shares((4, 3), (6,), 0)[dist.get_rank()]
     errors = []
@@ -147,7 +150,7 @@ def test_evaluation_is_ordinary_batch_normalisation():
 
 
 def in_half_precision(dtype):
-    """The dtype of the outputs, and how far outputs and gradients are from those of the same
+    """Return the dtype of the outputs, and how far outputs and gradients are from those of the same
     numbers in float32.
     """
     results = []
@@ -160,7 +163,7 @@ def in_half_precision(dtype):
             .requires_grad_()
         )
         outputs = layer(inputs)
-        # Its sum over the batch is beyond float16.
+        # This gradient's sum over the batch is beyond float16.
         outputs.backward(torch.full_like(outputs, 400.0))
         results.append((outputs, inputs.grad, layer.weight.grad, layer.bias.grad))
     return results[0][0].dtype, [
@@ -175,8 +178,8 @@ def test_inputs_in_half_precision_beside_weights_in_float32(dtype):
 
 
 def in_a_model():
-    """Converted, wrapped and trained: the same weights as one process with BatchNorm on the whole
-    batch.
+    """Convert, wrap and train a model; return how far it ends from one process with BatchNorm on
+    the whole batch.
     """
 
     def make():
@@ -211,12 +214,18 @@ def test_in_a_model():
     assert max(launch(in_a_model, world_size=2)) < 1e-4
 
 
-def bad_input():
-    assert_raises(lambda: SyncBatchNorm(3)(torch.ones(2, 4)), ValueError, "(N, 3, …)")
-    assert_raises(lambda: SyncBatchNorm(3)(torch.ones(3)), ValueError, "(N, 3, …)")
-    single = torch.ones(1, 3)[dist.get_rank() :]  # only rank 0 has a value, and it has no variance
-    assert_raises(lambda: SyncBatchNorm(3)(single), ValueError, "more than 1 value per channel")
+def refusals_of_bad_input():
+    """Return what the layer says of four channels, of one dimension, and of a single value."""
+    # Only rank 0 has a value, which has no variance.
+    single = torch.ones(1, 3)[dist.get_rank() :]
+    return [
+        message_of(partial(SyncBatchNorm(3), inputs), ValueError)
+        for inputs in (torch.ones(2, 4), torch.ones(3), single)
+    ]
 
 
-def test_bad_input():
-    launch(bad_input, world_size=2)
+def test_bad_input_is_refused():
+    for channels, dimensions, values in launch(refusals_of_bad_input, world_size=2):
+        assert "(N, 3, …)" in channels
+        assert "(N, 3, …)" in dimensions
+        assert "more than 1 value per channel" in values

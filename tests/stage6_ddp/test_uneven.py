@@ -15,8 +15,8 @@ CLASSES = {"torch": TorchDDP, "ours": DistributedDataParallel}
 
 
 def train(parallel, steps):
-    """Some passes, the second without communication; the running mean that each of them begins
-    with.
+    """Run some passes, the second without communication; return the running mean with which each of
+    them begins.
     """
     began = []
     handle = parallel.module.register_forward_pre_hook(
@@ -34,8 +34,8 @@ def train(parallel, steps):
 
 
 def joined_twice(kind):
-    """Means at the beginning of all passes, and the last gradient: rank 0 has data for longer, rank
-    1, neither.
+    """Return the means at the beginning of all passes, and the last gradient: rank 0 has data for
+    longer, rank 1, neither.
     """
     parallel = CLASSES[kind](torch.nn.BatchNorm1d(2))
     with parallel.join():

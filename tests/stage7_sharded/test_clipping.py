@@ -13,7 +13,7 @@ from ddp_course.stage7_sharded import FullyShardedDataParallel, ShardedOptimizer
 
 
 def asked(way):
-    """What asking for the norm of one rank's gradients gives, in several ways."""
+    """Return what asking for the norm of one rank's gradients gives, in several ways."""
     model = tiny_model()
     if way == "fully sharded":
         model = FullyShardedDataParallel(model)

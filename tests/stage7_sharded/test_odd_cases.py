@@ -19,7 +19,7 @@ def place():
 
 
 def trained(model, forward, batches):
-    """The loop of stage 1 with AdamW."""
+    """Train as the loop of stage 1 does, with AdamW."""
     optimizer = torch.optim.AdamW(forward.parameters(), lr=0.01)
     for inputs, targets in batches:
         optimizer.zero_grad()
@@ -29,12 +29,12 @@ def trained(model, forward, batches):
 
 
 def two_wrappers():
-    """B(A(x)): the weights of both, sharded apart, after a few steps."""
+    """Train B(A(x)); return the weights of both, which are sharded apart, after a few steps."""
     layers = list(tiny_model())
     wrapped = [
         FullyShardedDataParallel(torch.nn.Sequential(*part)) for part in (layers[:2], layers[2:])
     ]
-    # Its parameters are those of both wrappers.
+    # The loop's model has the parameters of both wrappers.
     trained(None, torch.nn.Sequential(*wrapped), tiny_batches(*place()))
     return torch.cat([weights(wrapper.restore()) for wrapper in wrapped])
 
@@ -55,8 +55,8 @@ KINDS = {
 
 
 def beside_torch(name):
-    """torch's ZeroRedundancyOptimizer under its DDP, torch's fully_shard, and ours: weights after
-    accumulated steps.
+    """Return weights after accumulated steps: of torch's ZeroRedundancyOptimizer under its DDP, of
+    torch's fully_shard, and ours.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -114,7 +114,7 @@ def test_beside_torchs_own_with_accumulation_clipping_and_schedules(name):
 
 
 def buffers():
-    """Statistics of each rank's own samples, as they are saved."""
+    """Return the statistics of each rank's own samples, as they are saved."""
     parallel = FullyShardedDataParallel(
         torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
     )
@@ -130,7 +130,7 @@ def test_all_ranks_save_the_same_buffers():
 
 
 def tiny_gradient():
-    """A gradient so small that divided by the number of ranks it is zero."""
+    """Average a gradient so small that divided by the number of ranks it is zero."""
     model = FullyShardedDataParallel(torch.nn.Linear(2, 1, bias=False))
     model(torch.tensor([[1.4e-45, 0.0]])).sum().backward()
     return [parameter.grad is not None for parameter in model.parameters()]
@@ -155,8 +155,8 @@ class PartlyUsed(torch.nn.Module):
 
 
 def trained_in_part(sharded_model):
-    """How much three steps with weight decay change each weight of a layer, at least and at most,
-    where only rank 1 uses `some`.
+    """Return how much three steps with weight decay change each weight of a layer, at least and at
+    most, where only rank 1 uses `some`.
     """
     torch.manual_seed(0)
     model = PartlyUsed()

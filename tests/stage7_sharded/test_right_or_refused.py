@@ -71,7 +71,7 @@ MODELS = {
 
 
 def trained(name, sharded):
-    """The state dict after three steps."""
+    """Return the state dict after three steps."""
     torch.manual_seed(0)
     model = MODELS[name]().double()
     forward = wrapper = FullyShardedDataParallel(model) if sharded else model
@@ -124,7 +124,7 @@ INPUTS = torch.ones(2, 5)
 
 
 def sharded(model=None):
-    """A small sharded model with gradients."""
+    """Return a small sharded model with gradients."""
     parallel = FullyShardedDataParallel(model or Sequential(Linear(5, 5), Tanh(), Linear(5, 5)))
     parallel(INPUTS).sum().backward()
     return parallel
@@ -162,7 +162,7 @@ def after(change, call=lambda parallel: parallel(INPUTS)):
 
 
 def zero_1(change, kind=torch.optim.Adam):
-    """One step of ZeRO-1, before which its model was changed."""
+    """Take one step of ZeRO-1, before which its model was changed."""
     model = Sequential(Linear(5, 5))
     optimizer = ShardedOptimizer(model.parameters(), kind, lr=0.1)
     model(INPUTS).sum().backward()
@@ -231,7 +231,7 @@ def by_sgd(parallel):
 
 
 def scaled(make, method="step"):
-    """A step with a GradScaler."""
+    """Take a step with a GradScaler."""
     parallel = FullyShardedDataParallel(Sequential(Linear(5, 5)))
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(parallel(INPUTS).sum()).backward()
@@ -254,7 +254,7 @@ class Hidden:
 
 
 def hides(wrap):
-    """A model whose block hides its outputs."""
+    """Return a model whose block hides its outputs."""
 
     class Hides(Linear):
         def forward(self, x):
@@ -502,7 +502,9 @@ def test_what_would_train_nothing_or_something_else_is_refused():
 
 
 def alone():
-    """What rank 0 is told when it comes by itself to something that all ranks do together."""
+    """Return what rank 0 is told when it comes by itself to something that all ranks do
+    together.
+    """
     calls = {}
     messages = {}
     for what in (

@@ -22,7 +22,7 @@ X = torch.linspace(-1, 1, 16).view(4, 4)
 
 
 def fully_sharded():
-    """(what is trained, its optimizer)"""
+    """Return (what is trained, its optimizer)."""
     wrapper = FullyShardedDataParallel(net(bias=False))
     optimizer = Adam(wrapper.parameters(), lr=0.1)
     wrapper(X + dist.get_rank()).square().mean().backward()
@@ -58,7 +58,7 @@ def by_copies(optimizer, saved):
 
 
 def of_optimizer(made):
-    """The state of an optimizer, and what loads it."""
+    """Return the state of an optimizer, and what loads it."""
     _, optimizer = made
     return optimizer.state_dict(), optimizer.load_state_dict
 
@@ -69,7 +69,7 @@ def of_moments(made):
 
 
 def of_module(made, choose=lambda module: module):
-    """The state of a module, or of a part of it, and what loads it."""
+    """Return the state of a module, or of a part of it, and what loads it."""
     module, _ = made
     chosen = choose(getattr(module, "module", module))
     return chosen.state_dict(), chosen.load_state_dict
@@ -96,7 +96,7 @@ STATES = {
 
 
 def refused(function, *arguments):
-    """The words of the error, or "silent"."""
+    """Return the words of the error, or "silent"."""
     try:
         function(*arguments)
     except Exception as error:
@@ -152,7 +152,7 @@ def test_no_rank_loads_the_part_of_another(tmp_path):
 
 
 def whole_states(folder):
-    """The whole states can be saved, and loaded again."""
+    """Save the whole states, and load them again."""
     wrapper, optimizer = fully_sharded()
     parts, _ = pipeline()
     zero_1 = ShardedOptimizer(net().parameters(), Adam, lr=0.1)

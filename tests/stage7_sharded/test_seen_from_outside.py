@@ -75,7 +75,7 @@ CHANGES = [still_statistics, no_dropout, by_apply, constants, pruned, moved_buff
 
 
 def after_a_change(change, fully_sharded):
-    """The state after `change`, and after two steps; all ranks have the same data."""
+    """Return the state after `change`, and after two steps; all ranks have the same data."""
     wrapped = FullyShardedDataParallel(model()) if fully_sharded else model()
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.1)
     torch.manual_seed(3)
@@ -88,7 +88,7 @@ def after_a_change(change, fully_sharded):
 
 
 def differences():
-    """{change: how far a sharded model is from an ordinary one}."""
+    """Return {change: how far a sharded model is from an ordinary one}."""
     gaps = {}
     for change in CHANGES:
         expected = after_a_change(change, False)
@@ -106,7 +106,9 @@ def test_loops_over_modules_parameters_and_buffers_do_what_they_do_on_one_device
 
 
 def what_is_seen():
-    """Names of modules, parameters and buffers, wrapped and not, and those of a model around."""
+    """Return the names of modules, parameters and buffers, wrapped and not, and those of a model
+    around.
+    """
     plain = model()
     wrapped = FullyShardedDataParallel(model())
     outer = Around(FullyShardedDataParallel(model()))
@@ -144,7 +146,9 @@ class Tied(Module):
 
 
 def tied():
-    """The distance to one device after three steps, an error and an evaluation in between."""
+    """Return the distance to one device after three steps, an error and an evaluation in
+    between.
+    """
     torch.manual_seed(0)
     ours = Tied().double()
     one = Tied().double()

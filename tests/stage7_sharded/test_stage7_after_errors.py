@@ -25,7 +25,7 @@ from manyranks.errors import LaunchTimeout, RankError
 
 
 def trapped():
-    """A net with a trap in its middle, and the trap."""
+    """Return a net with a trap in its middle, and the trap."""
     model = tiny_model()
     trap = Trap()
     return torch.nn.Sequential(*list(model)[:3], trap, *list(model)[3:]), trap
@@ -72,7 +72,7 @@ def outside_launch():
 
     Rank 1 fails between two blocks of the same size, and goes on.
     """
-    flight_recorder._own.memory = None  # This takes the recorder away, which compares.
+    flight_recorder._own.memory = None  # The recorder would find the difference first.
     model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)]).double()
     trap = Trap()
     parallel = FullyShardedDataParallel(
@@ -105,8 +105,8 @@ def test_outside_launch_messages_of_two_blocks_do_not_mix():
 
 
 def update_fails(ranks):
-    """The update itself raises, between reduce-scatter and allgather; then another step, and a
-    state dict.
+    """Raise in the update itself, between reduce-scatter and allgather; then take another step, and
+    a state dict.
     """
     model = tiny_model()
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
@@ -171,8 +171,8 @@ def test_a_pipeline_refuses_to_go_on_after_a_broken_step(place, ranks, anew):
 
 
 def broken_then_backward():
-    """Two graphs; the first backward pass fails, the second is asked for without a forward pass in
-    between.
+    """Make two graphs; the first backward pass fails, the second is asked for without a forward
+    pass in between.
     """
     model, trap = trapped()
     parallel = FullyShardedDataParallel(model)

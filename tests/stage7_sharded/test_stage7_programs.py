@@ -27,7 +27,7 @@ def test_a_fault_is_found(stage, monkeypatch):
 
 
 def faulty(play_all, *arguments):
-    """The control: sums in place of averages."""
+    """Sum in place of averaging, as the control."""
     take = flat.Flat.put_gradient
     flat.Flat.put_gradient = lambda self, parameter: (
         parameter.grad.mul_(len(self.chunks)),

@@ -27,7 +27,7 @@ OPTIMIZERS = {
 
 
 def same(one, other):
-    """Two nested structures of tensors and plain data, equal to the last bit."""
+    """Return whether two nested structures of tensors and plain data are equal to the last bit."""
     if isinstance(one, torch.Tensor):
         return (
             isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
@@ -40,14 +40,14 @@ def same(one, other):
 
 
 def groups(model):
-    """Two groups with settings of their own, as people do for weights and biases."""
+    """Return two groups with settings of their own, as people do for weights and biases."""
     parameters = list(model.parameters())
     return [{"params": parameters[::2], "lr": 0.03}, {"params": parameters[1::2]}]
 
 
 def train_averaged(model, optimizer, batches, scheduler=None):
-    """The loop of stage 1 if the optimizer averages; otherwise rings as in stage 5, which add in
-    the same order.
+    """Train as stage 1 does if the optimizer averages; otherwise with rings as in stage 5, which
+    add in the same order.
     """
     parameters = [
         parameter for members in optimizer.param_groups for parameter in members["params"]
@@ -65,8 +65,8 @@ def train_averaged(model, optimizer, batches, scheduler=None):
 
 
 def laid_out_alike(optimizer):
-    """The same, its parameters end to end in memory too: where a matrix begins decides how BLAS
-    multiplies it.
+    """Lay an optimizer's parameters end to end in memory, and return it: where a matrix begins
+    decides how BLAS multiplies it.
     """
     for bucket in assign_buckets(
         [parameter for members in optimizer.param_groups for parameter in members["params"]]
@@ -76,8 +76,8 @@ def laid_out_alike(optimizer):
 
 
 def sharded_beside_unsharded(dtypes=(torch.float32, torch.float64)):
-    """For each optimizer: weights and state dict, sharded and not, and the bytes of state that this
-    rank holds.
+    """Return, for each optimizer, weights and state dict, sharded and not, and the bytes of state
+    that this rank holds.
     """
     place = (dist.get_rank(), dist.get_world_size())
     results = {}
@@ -122,8 +122,8 @@ def test_the_sharded_optimizer_gives_the_bits_of_the_unsharded_one(world_size):
 
 
 def assert_state_is_sharded(held, parameters, world_size, itemsize=4, moments=2):
-    """Every rank holds its chunk's share of the optimizer state, no more; all shares together are
-    the whole.
+    """Assert that every rank holds its chunk's share of the optimizer state, no more; all shares
+    together are the whole.
     """
     assert max(held) <= moments * itemsize * -(-parameters // world_size)
     assert sum(held) == moments * itemsize * parameters
@@ -149,7 +149,7 @@ def test_it_agrees_with_torchs_zero_redundancy_optimizer_and_sends_what_the_form
     ranks = launch(torchs_zero, world_size=3)
     for ours, theirs, _ in ranks:
         assert torch.equal(ours, theirs)
-    # 4 steps, 2 (K-1) p bytes each.
+    # Each of 4 steps sends 2 (K-1) p bytes.
     assert sum(sent for *_, sent in ranks) == 4 * 2 * 2 * PARAMETERS * 8
 
 
@@ -169,8 +169,8 @@ def steps_of(parallel, batches, optimizer=None):
 
 
 def fully_sharded_training():
-    """Weights after training, in several ways that must all agree; and how far stage 5 is from
-    it.
+    """Return the weights after training, in several ways that must all agree; and how far stage 5
+    is from it.
     """
     place = (dist.get_rank(), dist.get_world_size())
     results = {}
@@ -224,13 +224,13 @@ def test_a_step_moves_three_times_the_parameters(world_size):
 
 
 def peak_of_a_step(layers):
-    """Bytes that a step with Adam takes at its peak, above those of a process that has done all
-    this before.
+    """Return the bytes that a step with Adam takes at its peak, above those of a process that has
+    done all this before.
     """
     # M_MMAP_THRESHOLD: memory that is freed goes back at once.
     ctypes.CDLL(None).mallopt(-3, 1 << 16)
 
-    problem = problems.make("synthetic", width=512)  # Its data are there before and after.
+    problem = problems.make("synthetic", width=512)  # The data count before and after.
 
     def make_training(count):
         problem.layers = count
@@ -250,7 +250,7 @@ def peak_of_a_step(layers):
     before = memory("VmRSS")
     big = make_training(layers)
     step(*big)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # The peak starts anew.
     step(*big)
     return memory("VmHWM") - before
 
@@ -263,8 +263,8 @@ def memory(key):
 
 
 def allowed(layers, world_size):
-    """16 P/K bytes and a tenth, and two blocks: the one that computes and the one that is fetched
-    ahead.
+    """Return 16 P/K bytes and a tenth, and two blocks: the one that computes and the one that is
+    fetched ahead.
     """
     return 1.1 * 16 * layers * 512**2 / world_size + 2 * 4 * 512**2
 

@@ -17,8 +17,8 @@ EXERCISES = sorted(int(path.stem) for path in (ROOT / "exercises/checks").glob("
 
 
 def tried(task, sources, seed):
-    """For the solution and each answer (as source) its evidence and its verdict, on the same
-    inputs.
+    """Return, for the solution and each answer (as source), its evidence and its verdict, on the
+    same inputs.
     """
     idle = "\n".join(f"def {name}(*args, **kwargs): pass" for name in task.names)
     known = [idle, *(answer.source for answer in known_wrong(task.number))]
@@ -34,7 +34,7 @@ _tried = {}  # {(task, seed, source): evidence}
 
 
 def evidence_of(task, sources, seed):
-    """The evidence of answers; one that was tried with the same inputs before is not tried
+    """Return the evidence of answers; one that was tried with the same inputs before is not tried
     again.
     """
     inputs = task.inputs(seed)
@@ -46,14 +46,14 @@ def evidence_of(task, sources, seed):
 
 
 def verdict_on(number, text, seed=1):
-    """The verdict on one answer."""
+    """Return the verdict on one answer."""
     _, of_answer = tried(find(number), [text], seed)
     _, words = of_answer
     return words
 
 
 def of_kind(task, *kinds):
-    """The known answers to a task of some kinds."""
+    """Return the known answers to a task of some kinds."""
     return [
         answer
         for answer in known_answers(task.exercise)
@@ -62,7 +62,7 @@ def of_kind(task, *kinds):
 
 
 def edited(number, *edits):
-    """The solution of a task with each (old, new) in it replaced."""
+    """Return the solution of a task with each (old, new) in it replaced."""
     text = solution(number)
     for old, new in edits:
         assert text.count(old) == 1, f"{number}: {old}"
@@ -71,7 +71,7 @@ def edited(number, *edits):
 
 
 def notebook_of(exercise, folder="solutions"):
-    """An exercise's notebook, to be changed."""
+    """Return an exercise's notebook, to be changed."""
     (path,) = (ROOT / folder).glob(f"{exercise:02d}_*.ipynb")
     return nbformat.read(path, as_version=4)
 
@@ -93,6 +93,6 @@ def hand_in(folder, answers, own=()):
 
 
 def submission_of(path, learner="anna"):
-    """A notebook, read as the grader reads it."""
+    """Return a notebook, read as the grader reads it."""
     (item,) = walk(path, (path.name,))
     return read_submission(item, Owner(learner, path.name))

@@ -21,7 +21,7 @@ ARGUMENTS = [
 
 
 def executable():
-    """Path of a Chromium or Chrome of this machine, or None."""
+    """Return the path of a Chromium or Chrome of this machine, or None."""
     names = ("chromium", "chromium-browser", "google-chrome")
     return next(
         (found for found in map(shutil.which, names) if found and Path(found).exists()), None
@@ -30,7 +30,7 @@ def executable():
 
 @contextmanager
 def running_browser():
-    """A headless Chromium, ended afterwards."""
+    """Yield a headless Chromium, and end it after the block."""
     playwright = pytest.importorskip("playwright.sync_api")
     if not executable():
         pytest.skip("no Chromium on this machine")
@@ -72,7 +72,7 @@ PALE = """root => {
 
 @contextmanager
 def fresh_page(browser, offline=False, width=1400):
-    """A page of its own: nothing is kept of the pages before it."""
+    """Yield a page of its own: nothing is kept of the pages before it."""
     context = browser.new_context(offline=offline, viewport={"width": width, "height": 1000})
     try:
         yield context.new_page()

@@ -53,13 +53,13 @@ class Program(NamedTuple):
 
 
 def starting_buffers(rank: int) -> tuple:
-    """What the buffers of a rank hold at the start."""
+    """Return what the buffers of a rank hold at the start."""
     return tuple(100 * (rank + 1) + buffer for buffer in range(BUFFERS))
 
 
 def right_program(draw: random.Random) -> Program:
-    """A program whose steps, in the order in which they are drawn, never wait and never touch a
-    buffer on its way.
+    """Return a program whose steps, in the order in which they are drawn, never wait and never
+    touch a buffer on its way.
     """
     ranks = draw.randint(2, 3)
     steps: list = [[] for _ in range(ranks)]
@@ -108,8 +108,8 @@ def touch(draw: random.Random, steps: list, in_use: list) -> None:
 
 
 def with_fault(draw: random.Random, program: Program) -> Program:
-    """The program after one change that may be a fault: a step goes or moves, or all messages
-    block.
+    """Return the program after one change that may be a fault: a step goes or moves, or all
+    messages block.
     """
     steps = [list(own) for own in program.steps]
     own = draw.choice([of_rank for of_rank in steps if of_rank])
@@ -124,8 +124,8 @@ def with_fault(draw: random.Random, program: Program) -> Program:
 
 
 def with_race(draw: random.Random, program: Program) -> Program | None:
-    """The program with one touch more, of a buffer between a post and its wait; None if it sends
-    nothing.
+    """Return the program with one touch more, of a buffer between a post and its wait; None if it
+    sends nothing.
     """
     steps = [list(own) for own in program.steps]
     posts = []
@@ -147,8 +147,8 @@ def with_race(draw: random.Random, program: Program) -> Program | None:
 
 
 def blocking(own: tuple) -> list:
-    """The steps of a rank that waits for each of its sends at once, and posts each receive where
-    it waits for it.
+    """Return the steps of a rank that waits for each of its sends at once, and posts each receive
+    where it waits for it.
     """
     receives = {step[1]: step for step in own if step[0] == "receive"}
     steps: list = []
@@ -163,7 +163,7 @@ def blocking(own: tuple) -> list:
 
 
 def makes_sense(steps: list) -> bool:
-    """Whether on each rank every wait comes after its post."""
+    """Return whether on each rank every wait comes after its post."""
     for own in steps:
         posted = set()
         for step in own:
@@ -202,7 +202,7 @@ def all_interleavings(program: Program) -> Outcome:
 
 
 def last_states(program: Program, network: int) -> list[State]:
-    """All states that nothing can follow: the program has ended, or it has a deadlock."""
+    """Return all states that nothing can follow: the program has ended, or it has a deadlock."""
     start = State(
         places=(0,) * program.ranks,
         buffers=tuple(map(starting_buffers, range(program.ranks))),
@@ -224,7 +224,7 @@ def last_states(program: Program, network: int) -> list[State]:
 
 
 def misses_a_wait(program: Program) -> bool:
-    """Whether some send or receive has no wait."""
+    """Return whether some send or receive has no wait."""
     posts = set()
     waits = set()
     for rank, own in enumerate(program.steps):
@@ -264,7 +264,7 @@ def successors(program: Program, state: State, network: int) -> Any:
 def after_step(
     program: Program, state: State, rank: int, step: tuple, network: int, taken: dict
 ) -> State | None:
-    """The state after a rank's step, but for its place; None if the step has to wait."""
+    """Return the state after a rank's step, but for its place; None if the step has to wait."""
     if step[0] == "write":
         buffer, number = step[1:]
         value = (3 * state.buffers[rank][buffer] + number) % MODULUS
@@ -295,7 +295,7 @@ def after_step(
 
 
 def posted(program: Program, state: State) -> tuple[dict, dict]:
-    """The sends and the receives that were posted so far: {message: (rank, buffer)}."""
+    """Return the sends and the receives that were posted so far: {message: (rank, buffer)}."""
     sends = {}
     receives = {}
     for rank, own in enumerate(program.steps):
@@ -307,7 +307,7 @@ def posted(program: Program, state: State) -> tuple[dict, dict]:
 
 
 def matched(program: Program) -> list[tuple]:
-    """Which send meets which receive: between two ranks, the first the first, and so on."""
+    """Return which send meets which receive: between two ranks, the first the first, and so on."""
     sends: dict = {}  # {(source, target): messages in the order in which they are posted}
     receives: dict = {}
     for rank, own in enumerate(program.steps):
@@ -325,20 +325,20 @@ def matched(program: Program) -> list[tuple]:
 
 
 def mark_of(message: int) -> int:
-    """What the checking network writes into a buffer that waits for a message: no program has a
-    number below 0.
+    """Return what the checking network writes into a buffer that waits for a message: no program
+    has a number below 0.
     """
     return -1 - message
 
 
 def with_buffer(state: State, rank: int, buffer: int, value: int) -> State:
-    """The state with another value in a buffer."""
+    """Return the state with another value in a buffer."""
     own = changed(state.buffers[rank], buffer, value)
     return state._replace(buffers=changed(state.buffers, rank, own))
 
 
 def changed(row: tuple, place: int, value: Any) -> tuple:
-    """The row with another value in one place."""
+    """Return the row with another value in one place."""
     return (*row[:place], value, *row[place + 1 :])
 
 

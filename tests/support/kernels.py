@@ -65,7 +65,7 @@ class Kernel:
         return output
 
     def descendants(self):
-        """All processes below the kernel, and below its launch server."""
+        """Return all processes below the kernel, and below its launch server."""
         return psutil.Process(self.pid).children(recursive=True)
 
     def close(self):
@@ -73,12 +73,12 @@ class Kernel:
         self.client.stop_channels()
         if self.manager.is_alive():
             self.manager.shutdown_kernel(now=True)
-        self.manager.cleanup_connection_file()  # a kernel that was killed has left it
+        self.manager.cleanup_connection_file()  # A kernel that was killed has left the file.
 
 
 @contextmanager
 def running_kernel():
-    """A fresh kernel for the block."""
+    """Yield a fresh kernel, and end it after the block."""
     kernel = Kernel()
     try:
         yield kernel

@@ -39,7 +39,7 @@ class Fault:
     timeout: float = 60.0
 
     def cell(self, world_size):
-        """The source of a cell that launches this fault."""
+        """Return the source of a cell that launches this fault."""
         return (
             "def fault():\n    rank, world_size = dist.get_rank(), dist.get_world_size()\n"
             f"    if rank == world_size - 1:\n{indent(self.culprit, ' ' * 8)}\n"

@@ -19,7 +19,7 @@ UNIT_ROUNDOFF = {
 
 
 def rank_tensor(rank, shape, dtype=torch.float32, seed=0):
-    """A tensor that is different on every rank, the same whenever it is asked for."""
+    """Return a tensor that is different on every rank, the same whenever it is asked for."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -27,8 +27,8 @@ def rank_tensor(rank, shape, dtype=torch.float32, seed=0):
 
 
 def assert_all_equal_sum(results, world_size, shape, dtype, seed=0):
-    """Every rank's result is the sum over the ranks' tensors, within 2 (K-1) u times the sum of
-    magnitudes.
+    """Assert that every rank's result is the sum over the ranks' tensors, within 2 (K-1) u times
+    the sum of magnitudes.
     """
     inputs = torch.stack(
         [rank_tensor(rank, shape, dtype, seed).double() for rank in range(world_size)]
@@ -37,8 +37,8 @@ def assert_all_equal_sum(results, world_size, shape, dtype, seed=0):
 
 
 def assert_all_equal_mean(results, world_size, shape, dtype, seed=0):
-    """Every rank's result is the mean; two more roundings for the factor 1/K and the product with
-    it.
+    """Assert that every rank's result is the mean; allow two more roundings, for the factor 1/K and
+    the product with it.
     """
     inputs = torch.stack(
         [rank_tensor(rank, shape, dtype, seed).double() for rank in range(world_size)]
@@ -47,7 +47,9 @@ def assert_all_equal_mean(results, world_size, shape, dtype, seed=0):
 
 
 def assert_close_to(results, expected, magnitude, world_size, dtype):
-    """The error bound of DESIGN: 2 (K-1) u Σ|gᵢ| for each element; exact for integers."""
+    """Assert the error bound of DESIGN: 2 (K-1) u Σ|gᵢ| for each element; integers must be
+    exact.
+    """
     bound = 2 * max(1, world_size - 1) * UNIT_ROUNDOFF.get(dtype, 0) * magnitude
     for rank, result in enumerate(results):
         error = (result.double() - expected).abs()
@@ -56,7 +58,9 @@ def assert_close_to(results, expected, magnitude, world_size, dtype):
 
 
 def tiny_model(seed=0, dtype=torch.float64):
-    """A net with parameters of odd sizes, 1,043 in all, so that chunks and buckets are uneven."""
+    """Return a net with parameters of odd sizes, 1,043 in all, so that chunks and buckets are
+    uneven.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         layers = [
@@ -69,7 +73,7 @@ def tiny_model(seed=0, dtype=torch.float64):
 
 
 def tiny_batches(rank=0, world_size=1, steps=4, batch=24, dtype=torch.float64):
-    """The share of `rank`: every K-th sample of the same global batches."""
+    """Yield the share of `rank`: every K-th sample of the same global batches."""
     generator = torch.Generator().manual_seed(7)
     for _ in range(steps):
         inputs = torch.randn(batch, 13, generator=generator, dtype=torch.float64).to(dtype)
@@ -78,12 +82,12 @@ def tiny_batches(rank=0, world_size=1, steps=4, batch=24, dtype=torch.float64):
 
 
 def weights(model):
-    """All parameters as one vector."""
+    """Return all parameters as one vector."""
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
 def trained_alone(steps=4, dtype=torch.float64):
-    """Weights after stage 1 on the whole batches: what every strategy must arrive at."""
+    """Return the weights after stage 1 on the whole batches: what every strategy must arrive at."""
     from ddp_course import stage1_single
 
     model = tiny_model(dtype=dtype)

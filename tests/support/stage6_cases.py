@@ -77,30 +77,30 @@ def seeded(make, seed=0):
 
 
 def data(rank, step=0, samples=4):
-    """This rank's inputs of a step: different on every rank and in every step."""
+    """Return this rank's inputs of a step: different on every rank and in every step."""
     return torch.randn(samples, 5, generator=torch.Generator().manual_seed(100 * rank + step + 1))
 
 
 def me():
-    """The number of this rank."""
+    """Return the number of this rank."""
     return dist.get_rank()
 
 
 def ranks():
-    """The numbers of all ranks."""
+    """Return the numbers of all ranks."""
     return range(dist.get_world_size())
 
 
 def gathered(value):
-    """`value` of every rank."""
+    """Return `value` of every rank."""
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     return everyone
 
 
 def alone(module, loss, rank):
-    """Gradients, a dict by name, that `loss(module, rank)` would give on `rank` without any DDP;
-    None stays None.
+    """Return the gradients, a dict by name, that `loss(module, rank)` would give on `rank` without
+    any DDP; None stays None.
     """
     twin = copy.deepcopy(module)
     twin.zero_grad()
@@ -109,8 +109,8 @@ def alone(module, loss, rank):
 
 
 def assert_mean(module, loss, slack=1.0):
-    """The gradients of `module` are the mean of what the ranks compute alone, and the same bits on
-    every rank.
+    """Assert that the gradients of `module` are the mean of what the ranks compute alone, and the
+    same bits on every rank.
     """
     shares = [alone(module, loss, rank) for rank in ranks()]
     for name, parameter in module.named_parameters():
@@ -133,15 +133,15 @@ def assert_mean(module, loss, slack=1.0):
 
 
 def assert_replicas_agree(tensors):
-    """All ranks hold the same bits."""
+    """Assert that all ranks hold the same bits."""
     vectors = [tensor.detach().to_dense().reshape(-1).double() for tensor in tensors]
-    flat = torch.cat([torch.zeros(0), *vectors])  # There may be no tensors at all.
+    flat = torch.cat([torch.zeros(0), *vectors])  # `tensors` may be empty.
     for rank, other in enumerate(gathered(flat)):
         assert torch.equal(other, flat), f"rank {rank} has other values"
 
 
 def assert_raises(function, kinds, *words):
-    """`function` raises one of `kinds` with all `words` in the message."""
+    """Assert that `function` raises one of `kinds` with all `words` in the message."""
     try:
         function()
     except kinds as error:
@@ -151,13 +151,24 @@ def assert_raises(function, kinds, *words):
         raise AssertionError(f"nothing raised; expected {kinds} about {words}")
 
 
+def message_of(function, kind):
+    """Return the message of the error of this kind that a function raises; "" without an error."""
+    try:
+        function()
+    except kind as error:
+        return str(error)
+    return ""
+
+
 def squared(module, rank, step=0):
-    """A loss that differs from rank to rank and step to step."""
+    """Return a loss that differs from rank to rank and step to step."""
     return module(data(rank, step)).square().sum()
 
 
 def train_and_check(DDP, make=Net, steps=4, set_to_none=True, loss=squared, **settings):
-    """A few steps in which every gradient is checked, before an optimizer changes the weights."""
+    """Train a few steps in which every gradient is checked, before an optimizer changes the
+    weights.
+    """
     model = seeded(make, seed=me())
     parallel = DDP(model, **settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -200,13 +211,15 @@ class Words(nn.Module):
 
 
 def first_words(rank, step):
-    """Indices of words: others, and another number of them, on each rank and in each step."""
+    """Return the indices of words: others, and another number of them, on each rank and in each
+    step.
+    """
     return torch.arange(rank, rank + 3 + step)
 
 
 def check_sparse(parallel, step, words=first_words):
-    """One pass; the words' gradient is sparse and the mean of what the ranks compute alone, zeros
-    where unused.
+    """Run one pass; assert that the words' gradient is sparse and the mean of what the ranks
+    compute alone, zeros where unused.
     """
     model = parallel.module
     model.zero_grad()
@@ -358,7 +371,7 @@ def outputs_in_a_dataclass(DDP):
 
 
 def branching(rank, step):
-    """Which branch a rank takes in a step: another one on each rank, and another one in each
+    """Return which branch a rank takes in a step: another one on each rank, and another one in each
     step.
     """
     return ("a", "b", "both", "neither")[(rank + step) % 4]

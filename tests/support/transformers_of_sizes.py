@@ -56,7 +56,7 @@ class Costs:
         self.head = 2 * tokens * width * vocabulary / flops
 
         def sent(rows):
-            """Seconds of the rows that each rank sends, of `width` columns."""
+            """Return the seconds of the rows that each rank sends, of `width` columns."""
             return (ranks - 1) * 8 * 2 * sum(-(-count // ranks) for count in rows) * width / bits
 
         one = [3 * width, width, 4 * width] + [width] * 4  # "down" has four columns for each.
@@ -66,8 +66,8 @@ class Costs:
 
 
 def step_of_fully_shard(costs, layers, reshard=True):
-    """Seconds of a step: one stream computes, one gathers, one scatters, and the wire carries one
-    thing after the other.
+    """Return the seconds of a step: one stream computes, one gathers, one scatters, and the wire
+    carries one thing after the other.
     """
     device = gather = scatter = wire = 0.0
 

@@ -21,5 +21,5 @@ class Trap(torch.nn.Module):
         return inputs * 1
 
     def spring(self, gradient):
-        """The hook that raises."""
+        """Raise, as a hook."""
         raise Boom

@@ -42,8 +42,8 @@ class WithPrivateNames(DistributedDataParallel):
         self.make_reducer()
 
     def make_reducer(self):
-        """One of torch's tests trains a module by itself while its wrapper waits, and one has the
-        wrapper compute with other tensors: these are no mistakes there.
+        """Make a reducer that excuses two of torch's tests: one trains its module by itself while
+        the wrapper waits, the other has the wrapper compute with other tensors.
         """
         super().make_reducer()
         self.inventory.check = lambda: None

@@ -41,7 +41,7 @@ class OnCPU(ast.NodeTransformer):
     """
 
     def __init__(self):
-        self.test = ""  # the function that is being rewritten
+        self.test = ""  # This function is being rewritten.
 
     def visit_FunctionDef(self, node):
         outer = self.test
@@ -169,7 +169,7 @@ def teach_sync_batchnorm(ddp):
 
 
 def stats(x, eps):
-    """Mean and 1/std of each channel."""
+    """Return mean and 1/std of each channel."""
     x = x.float()
     return x.mean(all_but_channels(x)), (x.var(all_but_channels(x), unbiased=False) + eps).rsqrt()
 
@@ -195,7 +195,7 @@ def elemt(x, weight, bias, mean, invstd, eps):
 
 
 def backward_reduce(gradient, x, mean, invstd, weight, *_):
-    """The two sums that the ranks add up, and the gradients of weight and bias."""
+    """Return the two sums that the ranks add up, and the gradients of weight and bias."""
     gradient = gradient.float()
     axes = all_but_channels(x)
     total = gradient.sum(axes)
@@ -205,7 +205,7 @@ def backward_reduce(gradient, x, mean, invstd, weight, *_):
 
 
 def backward_elemt(gradient, x, mean, invstd, weight, total, product, counts):
-    """The gradient of the input."""
+    """Return the gradient of the input."""
     count = counts.sum()
     scale = invstd if weight is None else invstd * weight.float()
     y = gradient.float() - per_channel(total / count, x)
@@ -222,7 +222,7 @@ def all_but_channels(x):
 
 
 def layout(x):
-    """The memory format in which `x` lies."""
+    """Return the memory format in which `x` lies."""
     import torch
 
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}

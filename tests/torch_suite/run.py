@@ -35,7 +35,7 @@ import on_cpu  # noqa: E402
 
 
 def listed(world_size):
-    """{test: seconds that torch's class takes}, those that this world size has."""
+    """Return {test: seconds that torch's class takes}, those that this world size has."""
     tests = {}
     for line in (HERE / "tests.txt").read_text().splitlines():
         columns = line.split("#")[0].split()
@@ -45,10 +45,10 @@ def listed(world_size):
 
 
 def be_rank(module, suite, name, rank, world_size, folder):
-    """The life of one rank: bring the group up, run the test, leave word in `folder` of how it
+    """Live the life of one rank: bring the group up, run the test, leave word in `folder` of how it
     ended.
     """
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # end with the runner
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # The rank ends with the runner.
     log = os.open(f"{folder}/rank{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1), os.dup2(log, 2)
     code = 10
@@ -66,7 +66,7 @@ def be_rank(module, suite, name, rank, world_size, folder):
 
 
 def run_test_method(module, suite, name, rank, world_size, folder):
-    """What torch's `MultiProcessTestCase` does around a test, without its pipes and threads."""
+    """Do what torch's `MultiProcessTestCase` does around a test, without its pipes and threads."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal import common_utils
@@ -85,7 +85,8 @@ def run_test_method(module, suite, name, rank, world_size, folder):
     common_utils.set_rng_seed()
     getattr(test, name)()
     test._barrier()
-    with contextlib.suppress(AssertionError, ValueError):  # some tests destroy the group themselves
+    # Some tests destroy the group themselves.
+    with contextlib.suppress(AssertionError, ValueError):
         dist.destroy_process_group()
 
 
@@ -105,7 +106,7 @@ def run_test(module, suite, name, world_size, limit, top):
             if ranks[-1] == 0:
                 os.setpgid(0, ranks[0])
                 be_rank(module, suite, name, rank, world_size, folder)
-            with contextlib.suppress(OSError):  # if the child was faster
+            with contextlib.suppress(OSError):  # The child may have been faster.
                 os.setpgid(ranks[-1], ranks[0])
         over = wait_for(ranks, begin + limit)
     finally:
@@ -150,7 +151,7 @@ def wait_for(ranks, deadline):
 
 
 def reason_for(folder, codes):
-    """Why the test failed: what the rank said that failed first, broken connections last."""
+    """Return why the test failed: what the rank said that failed first, broken connections last."""
     reasons = [(path.read_text(), path.name[3:]) for path in sorted(Path(folder).glob("why*"))]
     reasons.sort(key=lambda reason: ("by peer" in reason[0], reason[0]))
     return (
@@ -176,7 +177,7 @@ def run_all(args, top):
             print(f"{verdict} {name} {took:.1f} s {why[:200]}".rstrip(), flush=True)
             if why and args.verbose:
                 print(log[-6000:], flush=True)
-    del kernels  # they are there as long as somebody holds them
+    del kernels  # The kernels stay registered until here.
     return results
 
 

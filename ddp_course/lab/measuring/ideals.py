@@ -1,17 +1,18 @@
 """Predicts a step of each stage on emulated devices, from compute and closed forms.
 
-ideal of        C seconds of compute on one device, p bytes, K ranks, links of b bytes per second
-single          C
-averaged        C/K + the closed form of its all-reduce (`theory`): 2(K-1) p/b, 2(K-1)/K p/b …
-copied          C/K + K-1 copies, one after the other, of weights and gradients (2(K-1) p/b), and of
-                shards of the inputs, the outputs and the outputs' gradients
-overlapping     the simulator's: a bucket travels when it is full and the one before has arrived
-fully sharded   C/K, block by block: each waits until it has been gathered; the gather of the next
-                block and the sums of gradients share the link, one after the other
-sharded         stage 7 adds up a bitmap of used parameters as well, by a ring
-layers split    C of the slices of one rank + the closed form of each all-reduce of activations
-pipeline        micro-batches through K parts: a pass begins when its rank is free and its message
-                has arrived
+An ideal of C seconds of compute on one device, p bytes, K ranks, and links of b bytes per second:
+
+    single          C
+    averaged        C/K + the closed form of its all-reduce (`theory`): 2(K-1) p/b, 2(K-1)/K p/b …
+    copied          C/K + K-1 copies, one after the other, of weights and gradients (2(K-1) p/b),
+                    and of shards of the inputs, the outputs and the outputs' gradients
+    overlapping     the simulator's: a bucket travels when it is full and the one before has arrived
+    fully sharded   C/K, block by block: each waits until it has been gathered; the gather of the
+                    next block and the sums of gradients share the link, one after the other
+    sharded         stage 7 adds up a bitmap of used parameters as well, by a ring
+    layers split    C of the slices of one rank + the closed form of each all-reduce of activations
+    pipeline        micro-batches through K parts: a pass begins when its rank is free and its
+                    message has arrived
 """
 
 from collections.abc import Callable, Sequence

@@ -26,7 +26,7 @@ RAW = {
     "dtype": "float64",
 }
 NOT_COUNTED = ("1", "2", "6", "torch")
-NEARLY = ("2", "8")  # the closed forms of these leave something out
+NEARLY = ("2", "8")  # The closed forms of these stages leave something out.
 
 
 @pytest.fixture(
@@ -83,7 +83,7 @@ def test_times_and_timelines_are_there(results):
             assert {"forward", "backward", "update"} <= names
             assert ("communication" in names) == (stage.stage not in ("1", "2"))
     waiting = {stage.stage: stage.communication_ms for stage in results.stages}
-    assert waiting["1"] == 0 and waiting["2"] is None  # the copies of threads are not timed
+    assert waiting["1"] == 0 and waiting["2"] is None  # Copies between threads are not timed.
     assert results.world_size == 1 or waiting["3"] > 0
 
 
@@ -99,7 +99,7 @@ def test_results_are_saved_as_json_and_figure(results, tmp_path):
 
 
 def without_division(model, batches, lr):
-    """Stage 3 with the sum of the gradients where the mean should be."""
+    """Train as stage 3 does, with the sum of the gradients where the mean should be."""
 
     def total(tensors):
         stage3_paramserver.average_on_server(tensors)
@@ -110,7 +110,7 @@ def without_division(model, batches, lr):
 
 
 def imaginary(train):
-    """A stage that nobody has heard of, with the loop `train`."""
+    """Return a stage that nobody has heard of, with the loop `train`."""
     return ladder.Stage(
         "9",
         "imaginary",
@@ -195,7 +195,7 @@ def on_devices():
 
 
 def compared(stages=ALL, link="100Mbit"):
-    """Two ranks and six steps in virtual time."""
+    """Compare stages on two ranks, for six steps in virtual time."""
     return compare.run(
         "digits", 2, 6, stages, link=link, device_speed="3GFLOP/s", bucket_cap_mb=0.1
     )
@@ -238,7 +238,7 @@ def test_a_link_that_is_not_slowed_is_found_out():
 
 
 def drawn(lane, *names):
-    """Milliseconds of the spans with these names in the upper half of a lane."""
+    """Return the milliseconds of the spans with these names in the upper half of a lane."""
     return 1000 * sum(
         end - start for name, start, end, where in lane if name in names and where == "compute"
     )
@@ -263,8 +263,8 @@ def test_a_span_that_is_missing_shows(on_devices):
 
 
 def differing(results):
-    """The keys of stages of which more than a twentieth is not drawn, or drawn twice, or drawn as
-    something else.
+    """Return the keys of stages of which more than a twentieth is not drawn, or drawn twice, or
+    drawn as something else.
     """
     keys = []
     for stage in results.stages:
@@ -298,7 +298,7 @@ def test_the_default_number_of_ranks_is_that_of_the_gpus(monkeypatch, gpus, rank
 
 
 def loop(average):
-    """The loop of a learner's stage; `average(gradients, step)` has what is theirs."""
+    """Return the loop of a learner's stage; `average(gradients, step)` has what is theirs."""
 
     def train(model, batches, lr):
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)

@@ -69,7 +69,8 @@ def test_a_lesson_comes_without_outputs_and_running_it_does_not_make_it_the_lear
     copied = json.loads(mine.read_text())
     assert copied["cells"][0]["outputs"] == []
     assert copied["metadata"]["language_info"]["version"] == platform.python_version()
-    assert "widgets" not in copied["metadata"]  # JupyterLab takes unused ones out: a change to save
+    # JupyterLab takes the states of unused widgets out, which would be a change to save.
+    assert "widgets" not in copied["metadata"]
     # The learner has opened, run and saved it.
     mine.write_text(lesson(["1 ", "+ 1"], "2", language_info={"name": "python"}))
     original.write_text(lesson("1 + 2", "3"))
@@ -147,7 +148,7 @@ def test_what_takes_long_has_its_seconds_counted_on_a_terminal_only(monkeypatch)
 
 
 def slowly(function):
-    """The function, as a slow machine carries it out."""
+    """Return the function, as a slow machine carries it out."""
 
     def call(*args, **kwargs):
         time.sleep(0.5)

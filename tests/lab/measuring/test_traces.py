@@ -46,8 +46,8 @@ def event(category, name, start, duration, **more):
 
 
 def write_trace(path, steps=True):
-    """Two steps, of 100 us each; the second one's first kernel runs late, and one of the first step
-    runs in its time.
+    """Write a trace of two steps, of 100 us each; the second one's first kernel runs late, and one
+    of the first step runs in its time.
     """
     sent = {"Collective name": "allreduce", "In msg nelems": 12}
     events = [

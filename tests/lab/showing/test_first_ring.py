@@ -8,7 +8,9 @@ from ddp_course.lab import show
 
 
 def a_ring(step):
-    """A ring whose two lines are `step(tensor, incoming)`, which returns what is sent next."""
+    """Return a ring whose two lines are `step(tensor, incoming)`, which returns what is sent
+    next.
+    """
 
     def ring(tensor):
         _, world_size, left, right = wire.neighbours()

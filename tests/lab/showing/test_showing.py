@@ -98,7 +98,7 @@ def bucket_explorer(measured):
 
 
 def overwritten():
-    """What `every_order` says where rank 0 overwrites what it sends."""
+    """Return what `every_order` says where rank 0 overwrites what it sends."""
     line = Line("ring.py", 9, "leaving.append(wire.isend(chunks[(rank + 1 - step) % size], right))")
     touched = Line("ring.py", 13, "x")
     sent = Awaited("send", (1,))
@@ -117,7 +117,7 @@ def overwritten():
 
 
 def all_pictures():
-    """Every figure function with typical arguments."""
+    """Yield the picture that each figure function draws of typical arguments."""
     yield "compare", plots.compare_figure(compare_results())
     yield "compare two", plots.compare_figure(compare_results(("1", "4"), 2))
     yield "timeline", plots.timeline_figure([[["forward", 1.0, 1.1, "compute"]]] * 4, "one step")
@@ -210,8 +210,8 @@ def test_the_bucket_figure_shows_every_point_whole(slow):
 
 
 def overlapping(picture):
-    """Pairs of texts of an axis (ticks, labels, title) whose boxes share more than a pixel or
-    two.
+    """Return the pairs of texts of an axis (ticks, labels, title) whose boxes share more than a
+    pixel or two.
     """
     canvas = FigureCanvasAgg(picture)
     with plots.style():
@@ -313,7 +313,7 @@ def test_source_and_diff_are_live():
 
 
 def changed(diff):
-    """How many lines were added or taken away."""
+    """Return how many lines were added or taken away."""
     return sum(line[0] in "+-" for line in repr(diff).splitlines())
 
 
@@ -434,8 +434,8 @@ MARKS = {
 
 
 def in_the_dark(colour):
-    """What the filter of the lab and of the site makes of a colour: inverted by 93 percent, and its
-    hue turned back by half a circle (W3C, Filter Effects).
+    """Return what the filter of the lab and of the site makes of a colour: inverted by 93 percent,
+    and its hue turned back by half a circle (W3C, Filter Effects).
     """
     inverted = np.array([0.93 * (1 - part) + 0.07 * part for part in colour])
     turned = 2 * np.array([[0.213, 0.715, 0.072]] * 3) - np.eye(3)
@@ -449,7 +449,7 @@ def brightness(colour):
 
 
 def contrast(one, other):
-    """By WCAG 2: from 1 to 21."""
+    """Return the contrast of two colours by WCAG 2, from 1 to 21."""
     dark, light = sorted([brightness(one), brightness(other)])
     return (light + 0.05) / (dark + 0.05)
 

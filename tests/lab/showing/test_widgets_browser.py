@@ -100,7 +100,7 @@ def lab(tmp_path_factory):
 
 
 def choose_theme(folder, theme):
-    """The theme of JupyterLab's next page."""
+    """Choose the theme of JupyterLab's next page."""
     where = folder / "settings" / "@jupyterlab" / "apputils-extension"
     where.mkdir(parents=True, exist_ok=True)
     (where / "themes.jupyterlab-settings").write_text(f'{{"theme": "JupyterLab {theme}"}}')
@@ -180,7 +180,7 @@ def test_all_widgets_and_cells_on_all_ranks_work_in_the_dark(lab):
 
 
 def has_names(cells):
-    """A screen reader has a name for every figure, slider, player and choice."""
+    """Assert that a screen reader has a name for every figure, slider, player and choice."""
     for cell, role, name in (
         ("figure", "img", "Twice as long (measured)"),
         ("ring", "img", re.compile("Step .* chunks complete")),
@@ -227,7 +227,8 @@ def test_on_a_phone_titles_stand_above_sliders_and_all_text_can_be_read(lab, the
         for cell in cells.all():
             cell.scroll_into_view_if_needed()
             for output in cell.locator(".jp-OutputArea-output").all():
-                assert output.evaluate(PALE) == []  # JupyterLab's own colours of code are its own
+                # Only outputs are ours: JupyterLab chooses the colours of code.
+                assert output.evaluate(PALE) == []
 
 
 @pytest.mark.browser
@@ -238,7 +239,8 @@ def test_with_a_new_kernel_an_explorer_is_a_picture_that_says_how_to_wake_it(lab
         page.goto(url.replace("notebooks/00_start_here", "widgets"))
         explorer = page.locator(".jp-Notebook .jp-CodeCell").nth([*CELLS].index("alpha beta"))
         explorer.scroll_into_view_if_needed(timeout=90_000)
-        explorer.locator(".noUi-handle").first.wait_for(timeout=90_000)  # its kernel still runs
+        # The kernel of the page before still runs.
+        explorer.locator(".noUi-handle").first.wait_for(timeout=90_000)
         page.evaluate(RESTART)
         page.reload()
         explorer.scroll_into_view_if_needed(timeout=90_000)
@@ -260,8 +262,8 @@ RESTART = """async () => {
 
 
 def is_legible(diff, table):
-    """The words of a diff are light on dark, a row of the table is one line, and no code goes
-    beyond the edge.
+    """Assert that the words of a diff are light on dark, that a row of the table is one line, and
+    that no code goes beyond the edge.
     """
     colour = "element => getComputedStyle(element).color.match(/\\d+/g).slice(0, 3).map(Number)"
     assert min(diff.locator(".jp-RenderedHTMLCommon div div").first.evaluate(colour)) > 150
@@ -272,8 +274,8 @@ def is_legible(diff, table):
 
 
 def explorers_answer_their_questions(page, alpha_beta, buckets):
-    """Which all-reduce is fastest depends on K; the best bucket is neither the smallest nor the
-    largest.
+    """Assert that which all-reduce is fastest depends on K, and that the best bucket is neither the
+    smallest nor the largest.
     """
     fastest = [text.split("large:")[1].split("(")[0].strip() for text in texts(page, alpha_beta, 2)]
     assert {"ring", "ring, halving-doubling"} <= set(fastest)
@@ -282,7 +284,7 @@ def explorers_answer_their_questions(page, alpha_beta, buckets):
 
 
 def texts(page, cell, index):
-    """What an explorer says for each setting of a slider, from the lowest to the highest."""
+    """Return what an explorer says for each setting of a slider, from the lowest to the highest."""
     handle = cell.locator(".noUi-handle").nth(index)
     said = []
     readout = cell.locator(".widget-readout").nth(index)
@@ -326,7 +328,7 @@ def drag_every_slider(page, cell, name):
     assert handles.count() >= 1, name
     for index in reversed(range(handles.count())):
         before = cell.locator("img").get_attribute("src")
-        # The page may still move between the look and the grasp.
+        # The page may still move after the mouse has been placed and before its button is pressed.
         for last in (False, False, False, True):
             track = settled(cell.locator(".noUi-target").nth(index))
             assert track["width"] >= 300, "too short to drag"
@@ -351,8 +353,8 @@ def drag(page, handle, track):
 
 
 def settled(element):
-    """Where an element is once it has stood still for 0.3 s: JupyterLab moves the cells as outputs
-    above get drawn.
+    """Return where an element is once it has stood still for 0.3 s: JupyterLab moves the cells as
+    outputs above get drawn.
     """
     box = element.bounding_box()
     since = time.monotonic()

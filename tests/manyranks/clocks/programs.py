@@ -33,7 +33,7 @@ from manyranks import clocks
 
 # torch 2.13 renamed it.
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-WIDTH = 8  # a row of N is multiplied by a matrix of WIDTH x WIDTH
+WIDTH = 8  # A row of N is multiplied by a matrix of WIDTH x WIDTH.
 COLLECTIVES = (
     "all_reduce",
     "broadcast",
@@ -45,9 +45,9 @@ COLLECTIVES = (
     "reduce_scatter",
     "all_to_all",
 )
-SHARED_TAG = 8  # of messages between any threads of two ranks
-SHARED = 3  # the group in whose sums any thread of a rank may take part
-COUNTS = (125, 250, 31)  # float32 of a message: at 1 Gbit/s they take 4, 8 and 0.992 microseconds
+SHARED_TAG = 8  # Messages between any threads of two ranks have this tag.
+SHARED = 3  # Any thread of a rank may take part in sums of this group.
+COUNTS = (125, 250, 31)  # So many float32 take 4, 8 and 0.992 microseconds at 1 Gbit/s.
 
 
 class Setting(NamedTuple):
@@ -63,12 +63,12 @@ class Setting(NamedTuple):
     groups: tuple
 
     def host(self, rank: int) -> int:
-        """The host of a rank: blocks of neighbours."""
+        """Return the host of a rank: blocks of neighbours."""
         return rank * (self.hosts or self.world_size) // self.world_size
 
 
 def draw_setting(number: int) -> Setting:
-    """The setting with this number."""
+    """Return the setting with this number."""
     draw = random.Random(f"setting {number}")
     world_size = 2 + number % 7
     everyone = tuple(range(world_size))
@@ -89,7 +89,7 @@ class Writer:
         self.setting = setting
         self.draw = draw
         self.steps: dict = {(rank, 0): [] for rank in range(setting.world_size)}
-        self.pending: list = []  # pairs of a thread and the key that it will wait for
+        self.pending: list = []  # These are pairs of a thread and the key it will wait for.
         self.running: set = set(self.steps)
         self.keys = 0
 
@@ -98,7 +98,7 @@ class Writer:
         self.steps[thread].append(step)
 
     def key(self) -> int:
-        """A number for what is posted."""
+        """Return a number for what is posted."""
         self.keys += 1
         return self.keys
 
@@ -116,7 +116,7 @@ class Writer:
         return self.steps
 
     def local_work(self) -> None:
-        """Some threads compute or sleep."""
+        """Let some threads compute or sleep."""
         for thread in sorted(self.running):
             if self.draw.random() < 0.5:
                 self.add(thread, "compute", self.draw.choice([1, 2, 4, 7]))
@@ -124,7 +124,7 @@ class Writer:
                 self.add(thread, "sleep", self.draw.choice([1000, 2000, 4000, 992]))
 
     def message(self) -> None:
-        """One message between threads of two ranks, posted and waited for later, or both at
+        """Draw one message between threads of two ranks, posted and waited for later, or both at
         once.
         """
         sender, receiver = self.draw.sample(sorted(self.running), 2)
@@ -151,7 +151,9 @@ class Writer:
                 self.pending.append((thread, key))
 
     def collective(self) -> None:
-        """All members of a group take part in a collective, some of them without waiting for it."""
+        """Let all members of a group take part in a collective, some of them without waiting for
+        it.
+        """
         group = self.draw.choice([0, 0, 1, 2, SHARED])
         thread_number = 1 if group == 2 else 0
         members = [(rank, thread_number) for rank in self.setting.groups[group]]
@@ -175,7 +177,7 @@ class Writer:
                 self.pending.append((member, key))
 
     def wait_for_some(self) -> None:
-        """Some of what was posted is waited for, in any order."""
+        """Wait for some of what was posted, in any order."""
         self.draw.shuffle(self.pending)
         for _ in range(self.draw.randint(1, 4)):
             if self.pending:
@@ -183,7 +185,7 @@ class Writer:
                 self.add(thread, "wait", key)
 
     def start(self) -> None:
-        """Some ranks, or all of them, start their second thread."""
+        """Let some ranks, or all of them, start their second thread."""
         chance = self.draw.choice([0.3, 1.0])
         for rank in range(self.setting.world_size):
             if (rank, 1) not in self.steps and self.draw.random() < chance:
@@ -192,7 +194,7 @@ class Writer:
                 self.add((rank, 0), "start", 1)
 
     def hand_over(self) -> None:
-        """A thread hands something to the other one of its rank."""
+        """Let a thread hand something to the other one of its rank."""
         pairs = [rank for rank, thread in self.running if thread]
         if not pairs:
             return
@@ -207,7 +209,7 @@ class Writer:
             self.add((rank, 1 - giver), "await", event)
 
     def locked_work(self) -> None:
-        """Both threads of a rank do something for which they need the same lock."""
+        """Let both threads of a rank do something for which they need the same lock."""
         for thread in sorted(self.running):
             if (thread[0], 1) in self.running and self.draw.random() < 0.7:
                 self.add(thread, "lock", "lock")
@@ -216,13 +218,13 @@ class Writer:
 
 
 def paired(members: list, second: list) -> list:
-    """Each member, with the second thread of its rank, or itself if that does not run."""
+    """Return each member, with the second thread of its rank, or itself if that does not run."""
     threads = dict(second)
     return [(member, (member[0], threads.get(member[0], 0))) for member in members]
 
 
 def draw_program(setting: Setting, number: int, replay: Callable) -> dict:
-    """The steps of the program with this number, by (rank, thread); its `replay` comes to an
+    """Return the steps of the program with this number, by (rank, thread); its `replay` comes to an
     end.
     """
     draw = random.Random(f"program {number}")

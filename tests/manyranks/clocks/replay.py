@@ -1,17 +1,14 @@
 """An independent replay of programs (see `programs.py`), written from docs/VIRTUAL_TIME.md and
 nothing else, in simpy.
 
-simpy's clock counts whole picoseconds. Every thread is a process of simpy; an arbiter books what
-is due at a moment
-once nothing else happens at that moment: messages and collectives first, then one thread whose
-turn it is.
+simpy's clock counts whole picoseconds. Every thread is a process of simpy; an arbiter books what is
+due at a moment once nothing else happens at that moment: messages and collectives first, then one
+thread whose turn it is.
 
 A `wrong` rule makes a replay that must differ, to show that programs would notice: "no turns",
-"late ways" (a way out
-is free when the message arrives), "by arrival" (bookings in the order in which they became ready,
-not sorted), "early
-collectives" (ways need not be free), "one way" (in and out are one), "latency last" (the latency
-comes after the bytes).
+"late ways" (a way out is free when the message arrives), "by arrival" (bookings in the order in
+which they became ready, not sorted), "early collectives" (ways need not be free), "one way" (in and
+out are one), "latency last" (the latency comes after the bytes).
 """
 
 from collections import defaultdict, deque
@@ -41,7 +38,7 @@ class Message:
         self.key = key
         self.nbytes = nbytes
         self.posts = 0
-        self.value = 0  # what it carries
+        self.value = 0  # This is what it carries.
         self.booked = clock.event()
         self.ends = None
 
@@ -70,7 +67,7 @@ class Replay:
         self.wrong = wrong
         self.clock = simpy.Environment(initial_time=0)
         self.moments: dict = {thread: [] for thread in steps}
-        self.values: dict = {thread: [] for thread in steps}  # what arrived
+        self.values: dict = {thread: [] for thread in steps}  # This is what arrived.
         self.alive = {thread for thread in steps if thread[1] == 0}
         self.way_out: dict = defaultdict(int)
         self.way_in: dict = self.way_out if wrong == "one way" else defaultdict(int)
@@ -78,15 +75,15 @@ class Replay:
         self.messages: dict = {}
         self.collectives: dict = {}
         self.posted: dict = defaultdict(int)
-        self.due: list = []  # messages and collectives that are ready and not booked
-        self.turns: dict = {}  # events of threads that wait for their turn
-        self.posting: dict = {}  # the same, of threads that will post
+        self.due: list = []  # These messages and collectives are ready and not booked.
+        self.turns: dict = {}  # Threads wait for their turn by these events.
+        self.posting: dict = {}  # The threads of these events will post.
         self.works: dict = {}
         self.processes: dict = {}
         self.shared: dict = {}  # locks of queues and events, by rank and name
 
     def run(self) -> dict:
-        """Play the program; returns, by (rank, thread), the moments after all steps, and then the
+        """Play the program; return, by (rank, thread), the moments after all steps, and then the
         values that it received.
         """
         for thread in sorted(self.alive):
@@ -169,7 +166,7 @@ class Replay:
     # Threads
 
     def thread(self, thread: tuple) -> Any:
-        """The process of one thread."""
+        """Carry out the steps of one thread, as a process of simpy."""
         for kind, *details in self.steps[thread]:
             yield from getattr(self, f"do_{kind}")(thread, *details)
             self.moments[thread].append(self.clock.now)
@@ -339,7 +336,7 @@ class Replay:
         yield from self.give(thread, lock)
 
     def lock(self, thread: tuple, name: str) -> "Lock":
-        """The lock of this name that the threads of a rank share."""
+        """Return the lock of this name that the threads of a rank share."""
         return self.shared.setdefault((thread[0], name), Lock())
 
     def take(self, thread: tuple, lock: "Lock") -> Any:
@@ -386,12 +383,14 @@ class Lock:
 
 
 def order(booking: Any) -> tuple:
-    """The order of bookings within a round: messages by their keys, then collectives by theirs."""
+    """Return the order of bookings within a round: messages by their keys, then collectives by
+    theirs.
+    """
     return isinstance(booking, Collective), booking.key
 
 
 def replay(setting: Any, steps: dict, wrong: str = "") -> dict:
-    """What each (rank, thread) of a program sees: the moments after all its steps, in picoseconds,
-    and then the values that it received.
+    """Return what each (rank, thread) of a program sees: the moments after all its steps, in
+    picoseconds, and then the values that it received.
     """
     return Replay(setting, steps, wrong).run()

@@ -152,7 +152,7 @@ def test_a_collective_for_which_nobody_waits_takes_its_time():
 
 
 def hand_overs():
-    """What threads of one rank give each other, with the moments."""
+    """Return what threads of one rank give each other, with the moments."""
     jobs = queue.Queue()
     seen = []
     lock = threading.Lock()
@@ -189,7 +189,9 @@ def test_threads_hand_over_in_the_order_of_virtual_time():
 
 
 def a_place_that_is_given_again():
-    """The third thread takes the first one's place in the table, but not its place in the order."""
+    """Start a third thread that takes the first one's place in the table, but not its place in the
+    order.
+    """
     order = []
 
     def come(name, seconds):

@@ -85,7 +85,7 @@ def a_lock_that_a_waiter_holds():
 
 
 def a_schedule_that_cannot_run():
-    """A pipeline of two stages: the first waits for a gradient before it has sent the
+    """Play a pipeline of two stages whose first one waits for a gradient before it sends the
     activations.
     """
     activations = torch.zeros(4)
@@ -185,7 +185,7 @@ def test_a_child_that_failed_hides_no_deadlock():
 
 
 def a_ring_with_a_gap():
-    """Rank 0 waits for rank 1, which waits for all in a sum; rank 2 has nothing to do."""
+    """Wait on rank 0 for rank 1, which waits for all in a sum; rank 2 has nothing to do."""
     if dist.get_rank() == 0:
         time.sleep(2)
         dist.recv(torch.zeros(4), 1)
@@ -245,7 +245,7 @@ def test_a_spinner_is_named_with_its_line(capfd):
 
 
 def slow_without_a_deadlock():
-    """Messages that take long, timers and late posts are no deadlock."""
+    """Use messages that take long, timers and late posts, which are no deadlock."""
     rank = dist.get_rank()
     time.sleep(100 * (rank + 1))
     items = queue.Queue()

@@ -26,19 +26,19 @@ SETTING = {"device": Device("1GFLOP/s"), "link": Link("100Mbit", "100us")}
 
 
 def small_model():
-    """The same layers on each rank."""
+    """Return the same layers on each rank."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
 
 
 def batch_of(rank, size=8):
-    """A rank's share of one batch."""
+    """Return a rank's share of one batch."""
     whole = torch.randn(RANKS * size, 16, generator=torch.Generator().manual_seed(1))
     return whole[rank * size : (rank + 1) * size]
 
 
 def trained(model, optimizer):
-    """Two steps of training on this rank's share."""
+    """Train two steps on this rank's share."""
     for _ in range(2):
         optimizer.zero_grad()
         model(batch_of(dist.get_rank())).square().mean().backward()
@@ -47,7 +47,7 @@ def trained(model, optimizer):
 
 
 def alone():
-    """The weights after two steps on the whole batch, in one process."""
+    """Return the weights after two steps on the whole batch, in one process."""
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
@@ -94,7 +94,7 @@ TRAININGS = (by_ddp, by_ddp_with_a_hook, by_zero, by_fully_shard)
 
 
 def timed(*ways):
-    """What each way returns, and the moment of its end."""
+    """Return what each way returns, and the moment of its end."""
     warnings.simplefilter("ignore")
     outcomes = []
     for way in ways:
@@ -209,8 +209,8 @@ def by_a_batch_of_messages():
 
 
 def by_whoever_is_first():
-    """Ranks 3, 2 and 1 send in this order of virtual time, and rank 0 receives in it; ties go by
-    rank.
+    """Send from ranks 3, 2 and 1 in this order of virtual time; rank 0 receives in it, and ties go
+    by rank.
     """
     rank = dist.get_rank()
     order = []
@@ -234,8 +234,8 @@ def by_a_loader():
 
 
 def by_a_slow_first_sign():
-    """Rank 0 starts a thread that gives its first sign of life late, while the others wait for this
-    rank: it is no deadlock.
+    """Start a thread on rank 0 that gives its first sign of life late, while the others wait for
+    this rank: it is no deadlock.
     """
     if dist.get_rank() == 0:
         begin = threading.Thread._bootstrap_inner

@@ -11,7 +11,7 @@ KINDS = ("By the clock", "In real time", "Refused by name")
 
 
 def listed():
-    """The patterns of each list on the page."""
+    """Return the patterns of each list on the page."""
     page = PAGE.read_text(encoding="utf-8").split("## All by which a thread waits")[1]
     lists = {}
     for paragraph in page.split("\n\n## ")[0].split("\n\n"):
@@ -22,7 +22,7 @@ def listed():
 
 
 def kinds_of(name, lists):
-    """The most exact patterns that a name matches, as the kinds of their lists."""
+    """Return the most exact patterns that a name matches, as the kinds of their lists."""
     lengths = {}
     for kind, patterns in lists.items():
         for pattern in patterns:

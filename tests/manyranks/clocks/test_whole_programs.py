@@ -28,7 +28,7 @@ LINK = Link("8Mbit", latency="1ms")  # a byte takes a microsecond
 
 
 def run_all(programs):
-    """On a rank: run programs one after the other; return what each returned."""
+    """Run programs on a rank, one after the other; return what each returned."""
     outcomes = {}
     for program in programs:
         dist.barrier()
@@ -36,12 +36,13 @@ def run_all(programs):
     return outcomes
 
 
-def all_right(programs, world_size=2, **settings):
-    """Launch programs, and assert that each is right on all ranks."""
+def faults_of(programs, world_size=2, **settings):
+    """Launch programs; return what those say that are wrong, by rank and name."""
     settings = {"link": LINK, "timeout": 120, **settings}
+    wrong = {}
     for rank, outcomes in enumerate(launch(run_all, programs, world_size=world_size, **settings)):
-        wrong = {name: said for name, said in outcomes.items() if said is not None}
-        assert not wrong, f"rank {rank}: {wrong}"
+        wrong |= {(rank, name): said for name, said in outcomes.items() if said is not None}
+    return wrong
 
 
 def number(value):
@@ -58,7 +59,7 @@ def together(*functions):
 
 
 def received(count=2, **source):
-    """The values of the next messages from rank 0."""
+    """Return the values of the next messages from rank 0."""
     values = []
     for _ in range(count):
         tensor = torch.zeros(1)
@@ -193,7 +194,7 @@ THREADS = (
 
 
 def test_threads_post_in_the_order_of_virtual_time():
-    all_right(THREADS)
+    assert not faults_of(THREADS)
 
 
 # A receive from any rank does not wait.
@@ -326,14 +327,16 @@ ANY = (
 
 
 def test_a_receive_from_any_rank_does_not_wait():
-    all_right(ANY, world_size=3)
+    assert not faults_of(ANY, world_size=3)
 
 
 # The transport's own threads have no clock.
 
 
 def every_collective_with_copies():
-    """Those that copy in gloo's threads; each is followed by an operation of the device."""
+    """Call each collective that copies in gloo's threads, and an operation of the device after
+    it.
+    """
     ranks = dist.get_world_size()
     tensor = torch.ones(1000)
     parts = [torch.zeros(1000) for _ in range(ranks)]
@@ -355,14 +358,14 @@ def every_collective_with_copies():
 
 
 def test_what_the_transport_copies_takes_no_time_of_the_device():
-    all_right([every_collective_with_copies], device=Device("1GFLOP/s", "1GB/s"))
+    assert not faults_of([every_collective_with_copies], device=Device("1GFLOP/s", "1GB/s"))
 
 
 # Futures and limits of waits.
 
 
 def summed(value=1.0, **how):
-    """A sum that has begun, and its tensor."""
+    """Return a sum that has begun, and its tensor."""
     tensor = torch.full((1000,), value)
     return dist.all_reduce(tensor, async_op=True, **how), tensor
 
@@ -376,7 +379,9 @@ def a_callback_runs_if_only_the_work_is_waited_for():
 
 
 def a_callback_runs_if_nobody_waits():
-    """It runs at the moment of the end: 2 steps of 2 ms and 1 ms each."""
+    """Leave a sum alone: its callback runs at the moment of the end, after 2 steps of 2 ms and 1 ms
+    each.
+    """
     began = clocks.moment()
     moments = []
     work, _ = summed()
@@ -454,7 +459,9 @@ def a_future_that_a_thread_sets():
 
 
 def a_wait_with_a_limit():
-    """It ends at the limit; a second one, with more time, ends with the message."""
+    """Wait with a limit, which ends the wait; a second one, with more time, ends with the
+    message.
+    """
     if dist.get_rank() == 0:
         time.sleep(5)
         dist.send(number(3), 1)
@@ -470,7 +477,7 @@ def a_wait_with_a_limit():
 
 
 def a_limit_while_it_is_on_its_way():
-    """Its end is known, and later than the limit."""
+    """Wait with a limit for a message whose end is known, and later than the limit."""
     work, tensor = summed()
     with pytest.raises(RuntimeError, match=r"timed out after 0.002 s"):
         work.wait(timedelta(milliseconds=2))
@@ -494,7 +501,7 @@ FUTURES = (
 
 
 def test_futures_and_limits():
-    all_right(FUTURES)
+    assert not faults_of(FUTURES)
 
 
 # Whole programs wait for more than messages.
@@ -612,7 +619,7 @@ WHOLE = (
 
 
 def test_whole_programs():
-    all_right(WHOLE)
+    assert not faults_of(WHOLE)
 
 
 def sum_of_ones():
@@ -665,7 +672,7 @@ def a_daemon_helps_after_a_day():
 
 
 def test_a_daemon_that_takes_a_day_is_no_deadlock():
-    all_right([a_daemon_helps_after_a_day])
+    assert not faults_of([a_daemon_helps_after_a_day])
 
 
 def too_many_groups():
@@ -676,4 +683,4 @@ def too_many_groups():
 
 
 def test_a_group_too_many_is_refused_in_words():
-    all_right([too_many_groups])
+    assert not faults_of([too_many_groups])

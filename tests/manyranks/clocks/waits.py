@@ -1,5 +1,5 @@
-"""Everything of the standard library and of torch by which a thread can wait, or stop another one:
-found by its name and by its parameters.
+"""Find by its name and its parameters all in the standard library and in torch that lets a thread
+wait, or stop another one.
 """
 
 import importlib
@@ -42,7 +42,7 @@ PARAMETERS = {"timeout", "block", "blocking", "timeout_s", "async_op"}
 
 
 def can_wait(name, function):
-    """Whether a function's name or parameters say that a thread may wait in it."""
+    """Return whether a function's name or parameters say that a thread may wait in it."""
     if SAYS_SO.search(name):
         return True
     try:
@@ -52,7 +52,9 @@ def can_wait(name, function):
 
 
 def public(module):
-    """The public names of a module, and what they stand for, if that is from the same package."""
+    """Yield the public names of a module, and what they stand for, if that is from the same
+    package.
+    """
     names = getattr(module, "__all__", None) or [n for n in vars(module) if n[0] != "_"]
     package = module.__name__.split(".")[0]
     for name in names:
@@ -63,7 +65,7 @@ def public(module):
 
 
 def waits_of(name):
-    """The full names of all in a module by which a thread may wait."""
+    """Return the full names of all in a module by which a thread may wait."""
     found = set()
     for own_name, value in public(importlib.import_module(name)):
         if inspect.isclass(value):

@@ -16,14 +16,14 @@ from manyranks.errors import EmulationError
 
 
 def small_net():
-    """A convolution and a linear layer, for pictures of 8 x 8."""
+    """Return a convolution and a linear layer, for pictures of 8 x 8."""
     torch.manual_seed(0)
     layers = [torch.nn.Conv2d(1, 16, 3, padding=1), torch.nn.ReLU(), torch.nn.Flatten()]
     return torch.nn.Sequential(*layers, torch.nn.Linear(16 * 8 * 8, 10))
 
 
 def batches(steps=1, rank=0, world_size=1):
-    """A rank's share of batches of 24."""
+    """Yield a rank's share of batches of 24."""
     generator = torch.Generator().manual_seed(7)
     for _ in range(steps):
         inputs = torch.randn(24, 1, 8, 8, generator=generator)
@@ -45,7 +45,7 @@ def train(model, batches):
 
 
 def weights(model):
-    """All parameters as one vector."""
+    """Return all parameters as one vector."""
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
@@ -161,7 +161,7 @@ def test_nothing_is_left_behind_even_after_an_exception():
 
 
 def copies():
-    """Moments around copies of a megabyte to another device, and back."""
+    """Return the moments around copies of a megabyte to another device, and back."""
     moments = [clocks.now()]
     for name in ("cpu:1", "cpu:0"):
         torch.zeros(250_000).to(name)
@@ -176,8 +176,8 @@ def test_copies_take_the_time_of_the_bus():
 
 
 def span_of(names):
-    """Seconds of two threads that each compute on one of these devices, and seconds that the
-    devices have worked.
+    """Return the seconds of two threads that each compute on one of these devices, and seconds that
+    the devices have worked.
     """
     ((inputs, _),) = batches()
     threads = [

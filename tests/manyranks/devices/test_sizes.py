@@ -44,7 +44,7 @@ def by_tensor_parallelism(model, batches):
 
 
 def trained_in(ways):
-    """The moments at which each way of training ends, and an object that is sent to all."""
+    """Return the moments at which each way of training ends, and an object that is sent to all."""
     warnings.simplefilter("ignore")
     moments = []
     for way in ways:

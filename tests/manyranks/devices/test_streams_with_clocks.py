@@ -21,7 +21,9 @@ SEQ = 64
 
 
 def sharded_steps(steps, has_values, reshard=True):
-    """The moments of steps under torch's `fully_shard`, and the losses where there are values."""
+    """Return the moments of steps under torch's `fully_shard`, and the losses where there are
+    values.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -97,7 +99,7 @@ def test_with_values_the_times_are_the_same_and_the_losses_are_those_without_str
 
 
 def host_and_device():
-    """The host's moment after each of these lines, in units of one product of 100 x 100."""
+    """Return the host's moment after each of these lines, in units of one product of 100 x 100."""
     one = 2 * 100**3 / FLOPS
     moments = []
 

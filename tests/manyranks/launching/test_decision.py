@@ -40,8 +40,8 @@ def loses_its_peer(rank, at=1.1):
 
 
 def play(events, timeout=60.0):
-    """Hear these events one after the other, (seconds, event) each, and look at the clock now and
-    then; the ending, and when it was decided.
+    """Hear these events, each (seconds, event), and look at the clock now and then; return the
+    ending, and when it was decided.
     """
     phase = Phase(Stage.STARTING, 0.0, 3, timeout)
     heard = []

@@ -233,7 +233,7 @@ def test_a_call_that_cannot_work_is_refused_before_anything_starts(call, words, 
 
 
 def train_alone(lr=0.1, together=False):
-    """One step of a model that differs from rank to rank."""
+    """Train one step of a model that differs from rank to rank."""
     model = torch.nn.Linear(3, 1)
     with torch.no_grad():
         model.weight.fill_(dist.get_rank())
@@ -337,7 +337,7 @@ def test_what_ends_a_launch_from_outside_is_told_and_takes_every_rank_along(name
 
 
 def pid_of_server():
-    """The process that has just served a launch."""
+    """Return the process that has just served a launch."""
     assert [rank for _, rank in launch(pid_and_rank, world_size=2)] == [0, 1]
     return server_handle.servers[0].process.pid
 

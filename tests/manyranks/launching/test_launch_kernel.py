@@ -91,7 +91,7 @@ def test_every_rank_goes_with_the_kernel(ending, world_size=2):
 
 
 def wait_for_ranks(client, message, world_size):
-    """The process ids that the ranks print."""
+    """Return the process ids that the ranks print."""
     printed = ""
     while len(pids := re.findall(r"\[rank \d\] pid (\d+)", printed)) < world_size:
         reply = client.get_iopub_msg(timeout=60)

@@ -36,8 +36,8 @@ def run_script(source, folder, *arguments, timeout=120):
 
 
 def faults_in_a_script(folder, world_sizes, start):
-    """What a script got for every fault at each world size, and how long an empty launch takes
-    right now.
+    """Return what a script got for every fault at each world size, and how long an empty launch
+    takes right now.
     """
     lines = [
         "import json, linecache",
@@ -70,20 +70,20 @@ def spawned(tmp_path_factory):
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_fault_in_a_script(forked, fault):
-    check(forked, fault, 3)
+    assert_told(forked, fault, 3)
 
 
 @pytest.mark.weekly
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_fault_without_forks(spawned, fault):
-    check(spawned, fault, 2)
+    assert_told(spawned, fault, 2)
     assert "launching/server.py" not in spawned[fault.name, 2][1], (
         "our own frames bury the learner's"
     )
 
 
-def check(outcomes, fault, world_size):
-    """The right error, with the right words, in time."""
+def assert_told(outcomes, fault, world_size):
+    """Assert that a fault led to the right error, with the right words, in time."""
     error, message, seconds = outcomes[fault.name, world_size]
     assert error == fault.error, message
     assert re.search(fault.pattern.replace("{culprit}", str(world_size - 1)), message), message

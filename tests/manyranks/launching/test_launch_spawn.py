@@ -36,7 +36,7 @@ def own_server():
 
 
 def children():
-    """The processes below this one."""
+    """Return the processes below this one."""
     return {process.pid for process in psutil.Process().children(recursive=True)}
 
 

@@ -95,7 +95,7 @@ def test_hosts_have_no_latency(monkeypatch):
 
 
 def timed(function):
-    """Seconds from the moment all ranks are ready to the end on this rank."""
+    """Return the seconds from the moment all ranks are ready to the end on this rank."""
     dist.barrier()
     start = time.perf_counter()
     function()
@@ -103,7 +103,7 @@ def timed(function):
 
 
 def time_everything():
-    """Seconds of several ways to move BYTES bytes, on every rank."""
+    """Return the seconds of several ways to move BYTES bytes, on every rank."""
     rank = dist.get_rank()
     tensor, incoming = torch.zeros(2, BYTES // 4)
 
@@ -141,7 +141,7 @@ def test_everything_takes_as_long_as_the_formula(mode, world_size):
 
 
 def to_and_fro():
-    """Seconds of a small message from rank 0 to rank 1 and back."""
+    """Return the seconds of a small message from rank 0 to rank 1 and back."""
     small = torch.zeros(1)
     first, second = [(dist.send, dist.recv), (dist.recv, dist.send)][dist.get_rank()]
     peer = 1 - dist.get_rank()
@@ -154,7 +154,9 @@ def test_latency_counts_once_each_way():
 
 
 def two_hosts():
-    """Seconds from rank 0 to its neighbour on the same host, and on to the other host."""
+    """Return the seconds from rank 0 to its neighbour on the same host, and on to the other
+    host.
+    """
     rank = dist.get_rank()
     tensor = torch.zeros(BYTES // 4)
     between = []
@@ -185,7 +187,9 @@ def test_ranks_of_one_host_reach_each_other_fast(mode):
 
 
 def moments_of_messages_and_collectives():
-    """When each of these has ended, in seconds after the one before; 1 MB or 1 MB a step."""
+    """Return when each message and collective has ended, in seconds after the one before; a step
+    has 1 MB.
+    """
     dist.barrier()  # Ranks have imported this file, which takes them time.
     moments = [now()]
     tensor = torch.zeros(250_000)

@@ -28,8 +28,8 @@ HOSTS = pytest.mark.skipif(bool(links.available()["hosts"]), reason="no virtual 
 
 
 def me_and_mine():
-    """This rank's process, those that it depends on, and the network namespaces that they live
-    in.
+    """Return this rank's process, those that it depends on, and the network namespaces that they
+    live in.
     """
     me = psutil.Process()
     agent = psutil.Process(os.getppid())
@@ -63,15 +63,15 @@ def wait_for(condition, seconds=60):
 
 
 def ranks_up(folder, world_size):
-    """What the ranks wrote down."""
+    """Return what the ranks wrote down."""
     files = [Path(folder, f"{rank}.json") for rank in range(world_size)]
     assert wait_for(lambda: all(file.exists() for file in files))
     return [json.loads(file.read_text()) for file in files]
 
 
 def holders(networks):
-    """Everything in /proc that keeps one of these network namespaces alive: processes, threads,
-    descriptors.
+    """Return everything in /proc that keeps one of these network namespaces alive: processes,
+    threads, descriptors.
     """
     names = {f"net:[{network}]" for network in networks}
     holding = []
@@ -85,7 +85,7 @@ def holders(networks):
 
 
 def interfaces():
-    """Interfaces and mounts of this process's own namespaces."""
+    """Return the interfaces and mounts of this process's own namespaces."""
     return sorted(psutil.net_if_addrs()), Path("/proc/self/mountinfo").read_text()
 
 
@@ -154,7 +154,7 @@ launch(stay, sys.argv[1], world_size=2, device="cpu", link=Link(mode=sys.argv[2]
 
 
 def start_caller(folder, mode, python=sys.executable, **options):
-    """A process of its own that launches two ranks which stay."""
+    """Return a process of its own that launches two ranks which stay."""
     script = Path(folder, "caller.py")
     script.write_text(CALLER.format(tests=str(Path(__file__).parent)))
     return subprocess.Popen([python, str(script), str(folder), mode], **options)
@@ -176,7 +176,7 @@ NOBODY = 65534
 
 
 def python_of_nobody(options):
-    """A Python that an ordinary user may run and that finds our packages, or None."""
+    """Return a Python that an ordinary user may run and that finds our packages, or None."""
     probe = f"open({str(Path(__file__))!r}); import torch, pyroute2, manyranks"
     for python in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
         with contextlib.suppress(OSError):

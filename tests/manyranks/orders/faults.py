@@ -1,20 +1,37 @@
-"""Programs with one fault each, and their right relatives: what `every_order` must find and must
-not blame.
-"""
+"""Programs with one fault each, which `every_order` must find, and right ones beside them."""
 
 import sys
 import threading
 import time
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
 
 def neighbours():
-    """This rank, and its neighbours in the ring of all ranks."""
+    """Return this rank, and its neighbours right and left in the ring of all ranks."""
     rank = dist.get_rank()
     size = dist.get_world_size()
     return rank, (rank + 1) % size, (rank - 1) % size
+
+
+@contextmanager
+def exchange(sent, received):
+    """Post a message to the right and a receive from the left; wait for both after the block."""
+    _, right, left = neighbours()
+    arriving = dist.irecv(received, left)
+    leaving = dist.isend(sent, right)
+    yield arriving
+    arriving.wait()
+    leaving.wait()
+
+
+def started(function, tensor):
+    """Return a new thread that calls `function(tensor)`."""
+    thread = threading.Thread(target=function, args=(tensor,))
+    thread.start()
+    return thread
 
 
 def both_send_first():
@@ -34,100 +51,55 @@ def waits_in_an_order_that_needs_buffers():
 
 
 def reads_before_the_wait():
-    _, right, left = neighbours()
-    sent = torch.ones(4)
     received = torch.zeros(4)
-    arriving = dist.irecv(received, left)
-    leaving = dist.isend(sent, right)
-    total = received.sum()
-    arriving.wait()
-    leaving.wait()
-    return total
+    with exchange(torch.ones(4), received):
+        return received.sum()
 
 
 def reads_a_slice_of_a_view():
-    _, right, left = neighbours()
-    sent = torch.ones(6)
     received = torch.zeros(6)
-    arriving = dist.irecv(received, left)
-    leaving = dist.isend(sent, right)
-    total = received.view(2, 3)[1, 1:].clone()
-    arriving.wait()
-    leaving.wait()
-    return total
+    with exchange(torch.ones(6), received):
+        return received.view(2, 3)[1, 1:].clone()
 
 
 def reads_by_numpy():
-    _, right, left = neighbours()
-    sent = torch.ones(6)
     received = torch.zeros(6)
-    arriving = dist.irecv(received, left)
-    leaving = dist.isend(sent, right)
-    total = received.numpy().sum()
-    arriving.wait()
-    leaving.wait()
-    return total
+    with exchange(torch.ones(6), received):
+        return received.numpy().sum()
 
 
 def overwrites_what_it_sends():
-    _, right, left = neighbours()
     sent = torch.ones(4)
-    received = torch.zeros(4)
-    arriving = dist.irecv(received, left)
-    leaving = dist.isend(sent, right)
-    sent[1:3] = 7
-    arriving.wait()
-    leaving.wait()
+    with exchange(sent, torch.zeros(4)):
+        sent[1:3] = 7
 
 
 def overwrites_a_slice_of_a_view_of_what_it_sends():
-    _, right, left = neighbours()
     sent = torch.ones(6)
-    received = torch.zeros(6)
-    arriving = dist.irecv(received, left)
-    leaving = dist.isend(sent, right)
-    sent.view(2, 3)[1, 1:].fill_(7)
-    arriving.wait()
-    leaving.wait()
+    with exchange(sent, torch.zeros(6)):
+        sent.view(2, 3)[1, 1:].fill_(7)
 
 
 def an_optimizer_overwrites_what_is_sent(**kind):
-    """What `kind` of SGD: one parameter after the other, all at once, or all in one kernel."""
-    _, right, left = neighbours()
+    """Step with a `kind` of SGD: one parameter after the other, all at once, or in one kernel."""
     model = torch.nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **kind)
     model(torch.ones(2, 3)).sum().backward()
-    received = torch.zeros(3, 3)
-    arriving = dist.irecv(received, left)
-    leaving = dist.isend(model.weight.detach(), right)
-    optimizer.step()
-    arriving.wait()
-    leaving.wait()
+    with exchange(model.weight.detach(), torch.zeros(3, 3)):
+        optimizer.step()
 
 
 def another_thread_reads():
-    _, right, left = neighbours()
-    sent = torch.ones(4)
     received = torch.zeros(4)
-    arriving = dist.irecv(received, left)
-    leaving = dist.isend(sent, right)
-    thread = threading.Thread(target=add_up, args=(received,))
-    thread.start()
-    arriving.wait()
-    leaving.wait()
+    with exchange(torch.ones(4), received):
+        thread = started(add_up, received)
     thread.join()
 
 
 def another_thread_overwrites():
-    _, right, left = neighbours()
     sent = torch.ones(4)
-    received = torch.zeros(4)
-    arriving = dist.irecv(received, left)
-    leaving = dist.isend(sent, right)
-    thread = threading.Thread(target=double, args=(sent,))
-    thread.start()
-    arriving.wait()
-    leaving.wait()
+    with exchange(sent, torch.zeros(4)):
+        thread = started(double, sent)
     thread.join()
 
 
@@ -136,16 +108,10 @@ def double(tensor):
 
 
 def another_thread_sleeps_and_reads():
-    """A sleep is no wait, however long it is."""
-    _, right, left = neighbours()
-    sent = torch.ones(4)
+    """Read in a thread that has slept, as a sleep is no wait, however long it is."""
     received = torch.zeros(4)
-    arriving = dist.irecv(received, left)
-    leaving = dist.isend(sent, right)
-    thread = threading.Thread(target=sleep_and_add_up, args=(received,))
-    thread.start()
-    arriving.wait()
-    leaving.wait()
+    with exchange(torch.ones(4), received):
+        thread = started(sleep_and_add_up, received)
     thread.join()
 
 
@@ -155,17 +121,11 @@ def sleep_and_add_up(tensor):
 
 
 def a_barrier_instead_of_a_wait():
-    """All have come to the barrier, but their messages may still be on their way."""
-    _, right, left = neighbours()
-    sent = torch.ones(4)
+    """Read after a barrier to which all have come, while messages may still be on their way."""
     received = torch.zeros(4)
-    arriving = dist.irecv(received, left)
-    leaving = dist.isend(sent, right)
-    dist.barrier()
-    total = received.sum()
-    arriving.wait()
-    leaving.wait()
-    return total
+    with exchange(torch.ones(4), received):
+        dist.barrier()
+        return received.sum()
 
 
 def add_up(tensor):
@@ -188,14 +148,11 @@ def all_reduce_is_read_before_the_wait():
 
 
 def reads_the_neighbouring_chunk():
-    """A ring's step that adds to the chunk which is just being received."""
-    rank, right, left = neighbours()
+    """Add to the chunk that is just being received, in a step of a ring."""
+    rank = dist.get_rank()
     chunks = torch.arange(6.0).tensor_split(dist.get_world_size())
-    arriving = dist.irecv(chunks[rank - 1], left)
-    leaving = dist.isend(chunks[rank], right)
-    chunks[rank - 1].add_(1)
-    arriving.wait()
-    leaving.wait()
+    with exchange(chunks[rank], chunks[rank - 1]):
+        chunks[rank - 1].add_(1)
 
 
 def collectives_in_another_order():
@@ -222,7 +179,7 @@ def two_threads_use_one_group():
 
 
 def first_come_first_served():
-    """Rank 0 receives from whoever is first, and the result depends on it."""
+    """Receive on rank 0 from whoever is first, with a result that depends on it."""
     rank = dist.get_rank()
     if rank:
         dist.send(torch.tensor([float(rank)]), 0)
@@ -235,11 +192,11 @@ def first_come_first_served():
     return total
 
 
-# What is right.
+# The next programs are right.
 
 
 def sum_of_whoever_comes():
-    """Rank 0 receives from whoever is first, and adds up."""
+    """Receive on rank 0 from whoever is first, and add up, which does not depend on it."""
     rank = dist.get_rank()
     if rank:
         dist.send(torch.tensor([float(rank)]), 0)
@@ -251,49 +208,35 @@ def sum_of_whoever_comes():
 
 
 def asks_until_it_has_arrived():
-    _, right, left = neighbours()
     sent = torch.ones(4)
     received = torch.zeros(4)
-    arriving = dist.irecv(received, left)
-    leaving = dist.isend(sent, right)
-    while not arriving.is_completed():
-        sent.sum()
-    arriving.wait()
-    leaving.wait()
+    with exchange(sent, received) as arriving:
+        while not arriving.is_completed():
+            sent.sum()
     return received
 
 
 def reads_what_it_sends_and_other_columns():
-    """What is sent may be read; the columns beside a message are not on their way."""
-    _, right, left = neighbours()
+    """Read what is sent, and rows beside a message, which are not on their way."""
     sent = torch.ones(4)
     rows = torch.zeros(4, 4)
-    arriving = dist.irecv(rows[1], left)
-    leaving = dist.isend(sent, right)
-    total = sent.sum() + rows[2:].sum() + rows[0].sum() + torch.zeros_like(rows).sum()
-    arriving.wait()
-    leaving.wait()
-    return total
+    with exchange(sent, rows[1]):
+        return sent.sum() + rows[2:].sum() + rows[0].sum() + torch.zeros_like(rows).sum()
 
 
 def another_thread_gets_it_after_the_wait():
-    _, right, left = neighbours()
-    sent = torch.ones(4)
     received = torch.zeros(4)
-    arriving = dist.irecv(received, left)
-    leaving = dist.isend(sent, right)
-    arriving.wait()
-    thread = threading.Thread(target=received.sum)
-    thread.start()
-    leaving.wait()
+    with exchange(torch.ones(4), received) as arriving:
+        arriving.wait()
+        thread = started(torch.Tensor.sum, received)
     thread.join()
 
 
-# What a launch pays.
+# The last functions say what a launch pays.
 
 
 def modules_and_hooks():
-    """The modules of `orders` in this rank, and those of their hooks that it would meet."""
+    """Return the modules of `orders` in this rank, and the names of functions that are hooked."""
     loaded = sorted(name for name in sys.modules if name.startswith("manyranks.orders"))
     functions = [threading.Thread.start, torch.Tensor.numpy, type(dist.group.WORLD).send]
     hooked = [each.__name__ for each in functions if hasattr(each, "__wrapped__")]

@@ -18,7 +18,7 @@ from torch import nn
 
 
 def sent_while(touch, size=4):
-    """Rank 0 sends a tensor, and touches it before the wait."""
+    """Send a tensor from rank 0, and touch it there before the wait."""
     tensor = torch.ones(size)
     if dist.get_rank() == 0:
         work = dist.isend(tensor, 1)
@@ -30,7 +30,7 @@ def sent_while(touch, size=4):
 
 
 def received_while(touch, size=4):
-    """Both ranks add up a tensor, and touch it before the wait."""
+    """Add up a tensor on both ranks, and touch it before the wait."""
     tensor = torch.ones(size)
     work = dist.all_reduce(tensor, async_op=True)
     touched = touch(tensor)
@@ -296,7 +296,9 @@ def in_a_thread(function, *args):
 
 
 def right_with_a_thread():
-    """Numbers without a seed, an object, a counter of runs, an object without values, a clock."""
+    """Return numbers without a seed, an object, a counter of runs, an object without values, and a
+    clock.
+    """
     RUNS.append(1)
     drawn = torch.randn(3) + random.random() + float(np.random.rand())
     in_a_thread(dist.broadcast, drawn, 0)
@@ -310,7 +312,7 @@ def right_with_a_thread():
 
 
 def right_in_one_run():
-    """What touches no memory, or only memory that may be touched."""
+    """Touch no memory, or only memory that may be touched."""
     tensor = torch.zeros(4)
     other = torch.empty(0)
     work = dist.all_reduce(tensor, async_op=True)
@@ -337,7 +339,7 @@ def right_in_one_run():
 
 
 def right_where_it_asks():
-    """A receive from any rank before its send, and questions until something has arrived."""
+    """Receive from any rank before its send, and ask until something has arrived."""
     received = torch.zeros(1)
     work = dist.irecv(received)
     dist.send(torch.full((1,), 5.0), 1 - dist.get_rank())
@@ -353,7 +355,7 @@ def right_where_it_asks():
 
 
 def raced():
-    """Who of two threads is last in reading what both have summed up."""
+    """Return who of two threads is last in reading what both have summed up."""
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     last = []
 
@@ -390,7 +392,7 @@ def hidden_in_a_small_difference():
 
 
 def hidden_in_what_numpy_has_read():
-    """NumPy's view reads before the wait: what is there depends on the order."""
+    """Read by NumPy's view before the wait: what is there depends on the order."""
     tensor = torch.ones(4)
     view = tensor.numpy()
     work = dist.all_reduce(tensor, async_op=True)

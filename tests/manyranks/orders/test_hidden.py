@@ -10,7 +10,7 @@ OVERWRITTEN = "overwritten too early"
 
 
 def first_of_each_day(programs):
-    """The first program of a kind is tried each day, the others each week."""
+    """Return the programs as parameters: the first one runs each day, the others each week."""
     first, *others = programs
     return [first, *(pytest.param(each, marks=pytest.mark.weekly) for each in others)]
 

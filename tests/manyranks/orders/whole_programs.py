@@ -36,7 +36,7 @@ HARMLESS = ("nothing", "other sum", "other numpy fill", "other batch norm", "oth
 
 
 def draw_unit(draw):
-    """A right unit."""
+    """Return a right unit."""
     begin = draw.choice(ARRIVES + SENDS)
     wait = draw.choice(WAITS)
     if begin in ("ring", "any", "send", "broadcast") and wait in ("future", "callback"):
@@ -46,13 +46,13 @@ def draw_unit(draw):
 
 
 def draw_program(number):
-    """The program with this number."""
+    """Return the program with this number."""
     draw = random.Random(f"whole {number}")
     return [draw_unit(draw) for _ in range(draw.randint(2, 5))]
 
 
 def plant(program, number):
-    """The program with a touch between a post and its wait that is a race."""
+    """Return the program with a touch between a post and its wait that is a race."""
     draw = random.Random(f"planted {number}")
     units = list(program)
     place = draw.randrange(len(units))

@@ -15,7 +15,7 @@ class AfterTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds torch as everybody else would, and adds the GPUs once torch has been executed."""
 
     def find_spec(self, name, path, target=None):
-        """The usual spec of torch, with this loader around the usual one."""
+        """Return the usual spec of torch, with this loader around the usual one."""
         if name != "torch":
             return None
         sys.meta_path.remove(self)
@@ -25,7 +25,7 @@ class AfterTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return spec
 
     def create_module(self, spec):
-        """The usual module."""
+        """Return the usual module."""
         return self.loader.create_module(spec)
 
     def exec_module(self, module):

@@ -17,7 +17,7 @@ class Hiding:
         return self.finder.find_spec(name, path, target)
 
     def __getattr__(self, name):
-        """What else a finder does, such as to find what is installed in which version."""
+        """Return what else a finder does, such as to find what is installed in which version."""
         return getattr(self.finder, name)
 
 

@@ -7,7 +7,7 @@ NEEDED = ("DisableTorchFunctionSubclass", "_get_default_store", "tree_leaves")
 
 
 def resolve_name(path):
-    """What has a path, unless it is of torch and not needed."""
+    """Return what a path names; refuse it where it is torch's and not needed."""
     if path.startswith("torch") and not path.endswith(NEEDED):
         raise AttributeError(path)
     return found(path)
