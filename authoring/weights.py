@@ -20,7 +20,7 @@ PACKAGES = {  # A package or a part of one may weigh so much, with 2 % of air fo
     "ddp_course": 46_800,
     # 1,200 compare a learner's own training with the stages, 800 ask about earlier lessons.
     "ddp_course/lab": 30_400,
-    # 4,500 of it find odd answers, ask about them and show a class; 700 are certificates.
+    # 5,000 of it find odd answers, ask about them and show a class; 700 are certificates.
     "ddp_exercises": 30_000,
     "ddp_predictions": 12_700,  # 1,400 of it are a program that is rehearsed beside the formulas.
 }

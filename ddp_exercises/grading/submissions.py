@@ -58,11 +58,6 @@ class Submission(Owner):
         return clean(path.removeprefix(f"{self.folder}/").removeprefix(f"{self.holder}/"))
 
     @property
-    def is_script(self) -> bool:
-        """Whether it is a script to which a notebook was exported."""
-        return self.name.endswith(".py")
-
-    @property
     def answers(self) -> list[Cell]:
         """The cells whose sign says that they answer a task."""
         return [cell for cell in self.cells if cell.role == "answer"]
@@ -112,7 +107,7 @@ def find_submissions(
             owners = owners_of(item.parts, known_owners, sections)
             works += [read_submission(item, owner) for owner in owners]
     answered = {work.folder for work in works if work.answers}
-    notebooks = [work for work in works if work.name and not work.is_script]
+    notebooks = [work for work in works if work.name and not work.name.endswith(".py")]
     handed_in = [work for work in notebooks if not is_given_out(work, answered)]
     if roster:
         for work in works:

@@ -353,9 +353,8 @@ def test_an_answer_is_found_where_a_person_would_find_it(change, right_and_odd):
     assert "; ".join(answers["2.1"].notes) == MOVED[change]
     check = runs.index("check-2-1")
     if answers["2.1"].places:
-        last = answers["2.1"].places[-1]
-        assert f"own-{last}" in runs[:check]
-        assert "```" not in answers["2.1"].source
+        assert f"own-{answers['2.1'].places[-1]}" in runs[:check]
+    assert "```" not in answers["2.1"].source
     assert runs.count("check-2-1") == 1
     work = judge_the_shape(json.dumps(notebook).encode(), right_and_odd)
     assert exercise_of(work, EXERCISES) == 2
@@ -455,6 +454,16 @@ def test_a_fault_of_the_grader_in_one_notebook_is_a_line_in_its_report(
     assert "Traceback\n" not in capsys.readouterr().out
 
 
+KERNELS = {  # What these write into a notebook names an environment of the learner's machine.
+    "conda": {"kernelspec": {"name": "conda-env-ddp-py", "display_name": "Python [conda env:ddp]"}},
+    "vscode": {
+        "kernelspec": {"name": ".venv", "display_name": ".venv (3.12.7)", "language": "python"},
+        "language_info": {"name": "python", "version": "3.12.7"},
+        "vscode": {"interpreter": {"hash": "31f2aee4e71d21fb"}},
+    },
+}
+
+
 @pytest.mark.slow
 def test_nbval_runs_a_notebook_of_another_environment_as_the_guide_says(tmp_path):
     """The kernel that it asks for is not here; without the option each cell fails."""
@@ -463,10 +472,12 @@ def test_nbval_runs_a_notebook_of_another_environment_as_the_guide_says(tmp_path
     notebook = solved()
     keep = ("imports", "answer-2-3", "check-2-3")
     notebook["cells"] = [cell for cell in notebook["cells"] if cell["id"] in keep]
-    notebook["metadata"]["kernelspec"] = {"name": "conda-env-ddp-py", "display_name": "ddp"}
-    (tmp_path / path).parent.mkdir(parents=True)
-    (tmp_path / path).write_text(json.dumps(notebook))
+    paths = [path.replace("ada", learner) for learner in KERNELS]
+    for place, kernel in zip(paths, KERNELS.values(), strict=True):
+        notebook["metadata"] = kernel
+        (tmp_path / place).parent.mkdir(parents=True)
+        (tmp_path / place).write_text(json.dumps(notebook))
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options.split(), path]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options.split(), *paths]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout
+    assert done.returncode == 0 and "6 passed" in done.stdout, done.stdout
