@@ -601,7 +601,7 @@ def with_experts(size):
     return apart, traffic.bytes_sent, 64 - leaving[rank]
 
 
-# %% check-experts
+# %% check-experts folded=true
 # NBVAL_CHECK_OUTPUT
 apart, sent, travelled = zip(*launch(with_experts, K, world_size=K))
 assert max(apart) < 1e-10, apart
