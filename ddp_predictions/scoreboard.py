@@ -6,6 +6,7 @@ the fit saw this row. Where the fit saw every row, `left_out` is the model's med
 that a second fit did not see.
 """
 
+import csv
 import json
 from collections.abc import Sequence
 from importlib.resources import files
@@ -68,6 +69,19 @@ def scoreboard() -> list[Table]:
     """All tables, as `make bench predictions` wrote them with the models of its time."""
     text = (files(__package__) / "scoreboard.json").read_text(encoding="utf-8")
     return [Table(**table) for table in json.loads(text)]
+
+
+def rehearsed() -> list[Row]:
+    """Published runs in tokens per second and GPU, as foretold by formula and by rehearsal.
+
+    `make bench rehearsals` wrote them: no constant was fitted to a row's model, nor to a rehearsal.
+    """
+    with (files(__package__) / "rehearsals.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        for name in ("gpus", "seq", "formula", "rehearsal", "measured"):
+            row[name] = float(row[name])
+    return rows
 
 
 def summary(table: Table) -> Row:
