@@ -23,9 +23,10 @@ def predictions_figure(rows: Sequence[dict[str, Any]]) -> Picture:
     for row in known:
         tables.setdefault(row["table"], []).append(row)
     new = [abs(row["error"]) for row in known if not row["calibrated"]]
+    median, nine_in_ten = np.quantile(new, (0.5, 0.9))
     message = (
-        f"Median error of {len(new)} rows that no fit saw: {np.median(new):.1%}, worst"
-        f" {max(new):.0%}"
+        f"Median error of {len(new)} rows that no fit saw: {median:.1%}, nine in ten within"
+        f" {nine_in_ten:.0%}"
     )
     with panels(
         width=9.6,

@@ -6,6 +6,7 @@ minus 1) and `calibrated`, which says whether the fit saw this row. If the fit s
 `left_out` is the model's median error on rows that a second fit did not see.
 """
 
+import csv
 import json
 from collections.abc import Sequence
 from importlib.resources import files
@@ -69,6 +70,19 @@ def scoreboard() -> list[Table]:
     """Return all tables, as `make bench predictions` wrote them with the models of its time."""
     text = (files(__package__) / "scoreboard.json").read_text(encoding="utf-8")
     return [Table(**table) for table in json.loads(text)]
+
+
+def rehearsed() -> list[Row]:
+    """Published runs in tokens per second and GPU, as foretold by formula and by rehearsal.
+
+    `make bench rehearsals` wrote them: no constant was fitted to a row's model, nor to a rehearsal.
+    """
+    with (files(__package__) / "rehearsals.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        for name in ("gpus", "seq", "formula", "rehearsal", "measured"):
+            row[name] = float(row[name])
+    return rows
 
 
 def summary(table: Table) -> Row:

@@ -186,7 +186,7 @@ before you look: how much shorter is a step with 40 times the cable?
 
 # %% rehearsed
 rehearsal = f"python -m manyranks run --ranks {K} --hosts 2 --device A100 --link NVLink"
-codes = show.command(
+both_codes = show.command(
     f"{rehearsal} --between 10Gbit -m ddp_course.script FOLDER/slow",
     f"{rehearsal} --between 400Gbit -m ddp_course.script FOLDER/fast",
     timeout=240,
@@ -194,7 +194,7 @@ codes = show.command(
 
 # %% check-rehearsed
 # NBVAL_CHECK_OUTPUT
-assert codes == [0, 0]
+assert both_codes == [0, 0]
 print("one script, two clusters, nothing rented")
 
 # %% [markdown]

@@ -5,6 +5,7 @@ report says what they did.
 import json
 from collections import Counter
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -33,14 +34,24 @@ FOUND = {  # What a step of each script sends: how often, and how many bytes fro
     },
     "tensor_parallel": {"all_reduce": (1, 4 * 8 * 64)},
     "pipeline": {"send": (4, 4 * 4 * 8 * 64), "receive": (4, 4 * 4 * 8 * 64)},
+    "checkpoint": {
+        "all_gather": (4, 4 * 4 * 65 * 64 / 2),
+        "reduce_scatter": (2, 2 * 4 * 65 * 64 / 2),
+    },
+    "prefetch": {  # One replica has nobody to average with.
+        "all_gather": (8, 8 * 4 * 65 * 64 / 2),
+        "reduce_scatter": (4, 4 * 4 * 65 * 64 / 2),
+        "all_reduce": (4, 0),
+    },
     "zero": {"all_reduce": (1, 4 * 2 * 65 * 64), "broadcast": (4, 4 * 2 * 65 * 64)},
 }
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_a_script_takes_the_same_time_with_values_and_without(name):
-    real = report_of(name)
-    sizes = report_of(name, sizes_only=True)
+def test_a_script_takes_the_same_time_with_values_and_without(name, tmp_path):
+    options = [str(tmp_path)] if name == "checkpoint" else []
+    real = report_of(name, *options)
+    sizes = report_of(name, *options, sizes_only=True)
     assert real.steps == sizes.steps and len(real.steps) >= 3
     assert real.sites == sizes.sites
     step = real.last
@@ -114,6 +125,14 @@ def test_a_question_for_a_value_is_refused_or_answered():
     assert len(report_of("reads_its_loss", sizes_only=True, answer=0.0).steps) == 2
 
 
+def test_a_scaler_asks_whether_gradients_are_finite():
+    real = report_of("scaler")
+    with pytest.raises(RankError, match=r"scaler.py line 22: scaler.step\(optimizer\) asks for"):
+        report_of("scaler", sizes_only=True)
+    answered = report_of("scaler", sizes_only=True, answer=0.0)
+    assert answered.sites == real.sites and len(answered.steps) == 3
+
+
 def run(*words):
     return main(["run", *map(str, words)])
 
@@ -125,6 +144,7 @@ def test_the_command_writes_a_report_a_trace_and_a_line_for_github(tmp_path, cap
     setting = ["--ranks", 4, "--hosts", 2, "--device", "H100", "--link", "NVLink"]
     setting += ["--between", "100Gbit", "--sizes-only"]
     files = ["--report", kept, "--trace", tmp_path / "trace.json"]
+    files += ["--picture", tmp_path / "step.svg"]
     assert run(*setting, *files, script, "--epochs", "2") == 0
     printed = capsys.readouterr().out
     assert "hidden" in printed and "all_reduce of 4 ranks, ddp.py line" in printed
@@ -135,6 +155,9 @@ def test_the_command_writes_a_report_a_trace_and_a_line_for_github(tmp_path, cap
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1, 2, 3}
     assert any(event.get("args", {}).get("bytes") for event in events)
+    drawn = ElementTree.fromstring((tmp_path / "step.svg").read_text())
+    texts = [each.text for each in drawn if each.text]
+    assert texts[0].startswith("step ") and {"rank 0", "rank 3", "computing"} <= set(texts)
     assert run(*setting, "--expect", kept, script, "--epochs", "2") == 0
     report["summary"]["collectives"] = 2
     kept.write_text(json.dumps(report))
@@ -162,6 +185,24 @@ def test_a_script_that_fails_ends_with_1_and_a_request_that_cannot_be_with_2(tmp
     ):
         assert run(*setting, *option) == 2
         assert words in capsys.readouterr().err
+
+
+def test_a_module_runs_as_torchrun_runs_it(tmp_path, monkeypatch, capsys):
+    package = tmp_path / "training"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "settings.py").write_text("ranks = 2\n")
+    train = "from .settings import ranks\nimport torch.distributed as dist\n"
+    train += "dist.init_process_group()\nassert dist.get_world_size() == ranks\n"
+    train += "import torch\ndist.all_reduce(torch.ones(3))\n"
+    train += "p = torch.ones(3, requires_grad=True)\np.sum().backward()\n"
+    train += "torch.optim.SGD([p], 1).step()\n"
+    (package / "train.py").write_text(train)
+    monkeypatch.chdir(tmp_path)
+    assert run("--ranks", 2, "--device", "H100", "--link", "1Gbit", "-m", "training.train") == 0
+    assert "all_reduce of 2 ranks, train.py line 6" in capsys.readouterr().out
+    assert run("--ranks", 2, "--device", "H100", "-m", "training.nowhere") == 2
+    assert "there is no module training.nowhere" in capsys.readouterr().err
 
 
 def test_orders_are_tried_too(tmp_path, capsys):
