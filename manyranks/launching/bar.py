@@ -11,6 +11,20 @@ DRAWING_SECONDS = 1.0  # the bar is drawn this often
 LATE_SECONDS = 5.0  # nobody should look at nothing for longer
 
 
+def vanish(bar: Any) -> None:
+    """End a tqdm bar without a trace.
+
+    In a notebook its widget is hidden: a closed one would be an error when the page is reopened.
+    """
+    bar.leave = False
+    if hasattr(bar, "container"):
+        bar.container.layout.display = "none"
+        bar.leave = True
+    if bar.total:
+        bar.total = bar.n  # Otherwise it would be red.
+    bar.close()
+
+
 def somebody_looks() -> bool:
     """Whether a person sees what appears now: at a terminal, or in a notebook that is open.
 
@@ -56,7 +70,7 @@ class Bar:
         """A bar without a length that says how long the launch has taken, and goes with it."""
         from tqdm.auto import tqdm
 
-        seconds = tqdm(bar_format="the launch runs: {elapsed}", leave=False)
+        seconds = tqdm(bar_format="the launch runs: {elapsed}")
         seconds.start_t -= LATE_SECONDS
         return seconds
 
@@ -89,7 +103,6 @@ class Bar:
         """End the bar: it stays if it is full, and else goes; tqdm would leave it in red."""
         if self.bar is None:
             return
-        if self.bar.total and self.bar.n < self.bar.total:
-            self.bar.total = self.bar.n
-            self.bar.leave = False
+        if not self.total or (self.bar.total and self.bar.n < self.bar.total):
+            vanish(self.bar)
         self.bar.close()

@@ -158,7 +158,7 @@ def prepare_environment(folder: Path) -> None:
     for path, text in files.items():
         (home / path).parent.mkdir(parents=True, exist_ok=True)
         (home / path).write_text(text, encoding="utf-8")
-    # Each copy has its own tabs; the first one is lesson 00, at whichever address the lab is opened.
+    # Each copy has its own tabs; the first is lesson 00, at whichever address the lab is opened.
     os.environ["JUPYTERLAB_WORKSPACES_DIR"] = str(home / "workspaces")
     tabs = WorkspacesManager(str(home / "workspaces"))
     if not tabs.list_workspaces():
