@@ -19,7 +19,11 @@ WRONG = {  # What is typed in place of the three dots, and what is said.
     "misspelt": (["tensor += incomming", "outgoing = incoming"], "name 'incomming' is not"),
 }
 RIGHT = ["tensor += incoming", "outgoing = incoming"]
-RAN = "cell => /\\[\\d+\\]/.test(cell.querySelector('.jp-InputPrompt').textContent)"
+PROMPT = ".jp-InputPrompt"
+RAN = """([cell, before]) => {
+  const prompt = cell.querySelector(".jp-InputPrompt").textContent;
+  return prompt !== before && /\\[\\d+\\]/.test(prompt);
+}"""
 
 
 class Walk:
@@ -29,6 +33,7 @@ class Walk:
         self.page = page
         self.pictures = pictures
         self.steps = 0
+        self.prompt = ""  # That of the cell which was started last, before it was.
 
     def look(self, step):
         """Keep a picture."""
@@ -44,6 +49,7 @@ class Walk:
         cell = self.cell(text)
         cell.scroll_into_view_if_needed(timeout=60_000)
         cell.locator(".cm-content").click(position={"x": 5, "y": 5})
+        self.prompt = cell.locator(PROMPT).text_content()
         self.page.keyboard.press("Control+Enter")
         return cell
 
@@ -53,8 +59,8 @@ class Walk:
 
     def said(self, cell):
         """What a cell says once it has run."""
-        self.page.wait_for_timeout(500)
-        self.page.wait_for_function(RAN, arg=cell.element_handle(), timeout=300_000)
+        ran = [cell.element_handle(), self.prompt]
+        self.page.wait_for_function(RAN, arg=ran, timeout=300_000)
         self.page.wait_for_timeout(500)
         return cell.locator(".jp-OutputArea").inner_text()
 
@@ -69,6 +75,7 @@ class Walk:
             if number:
                 self.page.keyboard.press("Enter")
             self.page.keyboard.type(line)
+        self.prompt = cell.locator(PROMPT).text_content()
         self.page.keyboard.press("Control+Enter")
 
 
