@@ -4,6 +4,7 @@ DDP_COURSE_PICTURES=FOLDER keeps the pictures, which want to be looked at.
 """
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from learners_lab import RESTART, running_lab
 
 pytestmark = [pytest.mark.browser, pytest.mark.lessons, pytest.mark.slow]
 
-WRONG = {  # What is typed in place of the three dots, and what is said.
+WRONG = {  # What stands in place of the three dots, and what is said.
     "new tensor": (["tensor = tensor + incoming", "outgoing = incoming"], "Nothing was added to"),
     "same again": (["tensor += incoming"], "each round sent the same"),
     "whole sum": (["tensor += incoming", "outgoing = tensor.clone()"], "whole sum was sent on"),
@@ -64,19 +65,14 @@ class Walk:
         self.page.wait_for_timeout(500)
         return cell.locator(".jp-OutputArea").inner_text()
 
-    def write(self, cell, at, old, lines):
-        """Type lines in place of `old` lines of a cell, the first of which is number `at`."""
-        cell.locator(".cm-line").nth(at).click()
-        self.page.keyboard.press("Home")
-        for _ in range(old - 1):
-            self.page.keyboard.press("Shift+ArrowDown")
-        self.page.keyboard.press("Shift+End")
-        for number, line in enumerate(lines):
-            if number:
-                self.page.keyboard.press("Enter")
-            self.page.keyboard.type(line)
+    def write(self, cell, source):
+        """Put another source into a cell, run it, and return what it says."""
+        cell.locator(".cm-content").click(position={"x": 5, "y": 5})
+        self.page.keyboard.press("Control+a")
+        self.page.keyboard.insert_text(source)
         self.prompt = cell.locator(PROMPT).text_content()
         self.page.keyboard.press("Control+Enter")
+        return self.said(cell)
 
 
 @pytest.mark.parametrize("theme, width", [("Light", 1366), ("Dark", 390)])
@@ -124,16 +120,13 @@ def errs_and_mends(walk):
     ring = walk.cell("def my_ring")
     assert "The two lines are not written yet" in walk.run("def my_ring")
     walk.look("not written")
-    texts = ring.locator(".cm-line").all_inner_texts()
-    [at] = [number for number, text in enumerate(texts) if "your turn" in text]
-    old = 1
+    source = "\n".join(ring.locator(".cm-line").all_inner_texts())
+    [gap] = re.findall(r"\.\.\.  # your turn.*", source)
     for name, (lines, words) in WRONG.items():
-        walk.write(ring, at, old, lines)
-        old = len(lines)
-        assert words in walk.said(ring), name
+        assert words in walk.write(ring, source.replace(gap, "\n        ".join(lines))), name
         walk.look(name)
-    walk.write(ring, at, old, RIGHT)
-    assert "1111 1111 1111 1111" in walk.said(ring)
+    right = source.replace(gap, "\n        ".join(RIGHT))
+    assert "1111 1111 1111 1111" in walk.write(ring, right)
     assert ring.locator("img").count() == 1
     walk.look("right")
 
