@@ -11,6 +11,20 @@ DRAWING_SECONDS = 1.0  # The bar is drawn this often.
 LATE_SECONDS = 5.0  # Nobody should look at nothing for longer.
 
 
+def vanish(bar: Any) -> None:
+    """End a tqdm bar without a trace.
+
+    In a notebook its widget is hidden: a closed one would be an error when the page is reopened.
+    """
+    bar.leave = False
+    if hasattr(bar, "container"):
+        bar.container.layout.display = "none"
+        bar.leave = True
+    if bar.total:
+        bar.total = bar.n  # Otherwise it would be red.
+    bar.close()
+
+
 def somebody_looks() -> bool:
     """Tell whether a person sees what appears now: at a terminal, or in a notebook that is open.
 
@@ -57,7 +71,7 @@ class Bar:
         """Return a bar without a length that says how long the launch takes, and ends with it."""
         from tqdm.auto import tqdm
 
-        seconds = tqdm(bar_format="the launch runs: {elapsed}", leave=False)
+        seconds = tqdm(bar_format="the launch runs: {elapsed}")
         seconds.start_t -= LATE_SECONDS
         return seconds
 
@@ -90,7 +104,6 @@ class Bar:
         """End the bar: a full one stays, and another goes, which tqdm would leave in red."""
         if self.bar is None:
             return
-        if self.bar.total and self.bar.n < self.bar.total:
-            self.bar.total = self.bar.n
-            self.bar.leave = False
+        if not self.total or (self.bar.total and self.bar.n < self.bar.total):
+            vanish(self.bar)
         self.bar.close()

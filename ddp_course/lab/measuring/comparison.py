@@ -49,29 +49,25 @@ def run(
 ) -> Comparison:
     """Train with every stage on the same global batches and return the results.
 
-    `yours` are training functions of your own by name, such as {"my ring": my_train}: every rank
+        `yours` are training functions of your own by name, such as {"my ring": my_train}: every rank
     calls `my_train(model, batches, lr)` with its share of each batch, and gets the loss of every
-    step. `model` is a model of your own in place of the `problem`, with data, loss and optimizer: a
-    function that makes them, or its place, "mine.py:make". docs/YOUR_MODEL.md has one.
+    step. `model` stands for the `problem`: a function that makes a model of your own, with data,
+    loss and optimizer (docs/YOUR_MODEL.md), or its place, such as "mine.py:make".
 
-    Without GPUs the ranks compute on emulated devices, in virtual time: `device` may be a `Device`,
-    `device_speed` its rate, such as "2GFLOP/s", or "none" for the processor as it is. `link` is a
-    `Link`, a bandwidth with `link_mode`, or None; "auto" is a bandwidth that fits the device, and
-    None on GPUs, which have links of their own. `options`: `global_batch` (samples), `lr`, `seed`,
-    `dtype` (a name), `bucket_cap_mb` (of stages 5, 6 and torch's DDP, default 0.25, so that the
-    default model fills several), `parameters` (of bytes and synthetic), `timeout` (seconds per
-    launch). `progress` shows a bar of each stage's steps. Ranks of torchrun all call this and train
-    each stage, without emulation or bar. Raises ValueError for a setting that cannot work.
+        Without GPUs the ranks compute on emulated devices, in virtual time: `device` may be a `Device`,
+        `device_speed` its rate, such as "2GFLOP/s", or "none" for the processor as it is. `link` is a
+        `Link`, a bandwidth with `link_mode`, or None; "auto" is a bandwidth that fits the device, and
+        None on GPUs, which have their own. `options`: `global_batch` (samples), `lr`, `seed`, `dtype`
+        (a name), `bucket_cap_mb` (of stages 5, 6 and torch's DDP, default 0.25), `parameters` (of bytes
+        and synthetic), `timeout` (seconds per launch). `progress` shows a bar of each stage's steps.
+        Ranks of torchrun all call this, and see no bar. Raises ValueError for what cannot work.
     """
     wanted = wanted_stages(stages, yours or {})
     what = problem if model is None else YourModel(model)
     job = make_job(what, world_size, steps, progress=progress, **options)
-    real_device = device if isinstance(device, str) else "cpu"
-    backend, devices = placement(real_device, world_size)
+    backend, devices = placement(device if isinstance(device, str) else "cpu", world_size)
     with say_while("preparing, some seconds", progress):
         used_device, used_link = device_and_link(job, device, device_speed, link, link_mode)
-    measured = measure_stages(wanted, job, used_device, used_link)
-    keep_yours(measured, f"{world_size} ranks, {what}")
     return Comparison(
         problem=str(what),
         world_size=world_size,
@@ -85,7 +81,7 @@ def run(
         backend=dist.get_backend() if dist.is_initialized() else backend,
         emulated_device=used_device.describe() if isinstance(used_device, Device) else None,
         link=used_link.describe() if used_link else None,
-        stages=measured,
+        stages=measure_stages(wanted, job, used_device, used_link),
     )
 
 
@@ -97,12 +93,11 @@ def wanted_stages(keys: str | Iterable[str], yours: dict[str, Callable]) -> list
     return stages + [stage_of_yours(name, train) for name, train in yours.items()]
 
 
-def keep_yours(stages: list[StageResult], setting: str) -> None:
+def keep_own(results: list[StageResult], setting: str) -> None:
     """Keep in the learner's copy what trainings of their own did in this setting."""
-    for stage in stages:
-        if stage.stage == "yours":
-            fast = f"{stage.speed_up:.2f} times as fast as one device"
-            keep("runs", stage.name, f"{setting}: {fast}, weights differ by {stage.difference}")
+    for result in results:
+        fast = f"{result.speed_up:.2f} times as fast as one device"
+        keep("runs", result.name, f"{setting}: {fast}, weights differ by {result.difference}")
 
 
 def run_on_sockets_too(**options: Any) -> Comparison:
@@ -142,6 +137,7 @@ def measure_stages(
         result.speed_up = results[stages[0]].step_ms / result.step_ms
         if stage.bytes_sent is not None:
             result.bytes_formula = round(stage.bytes_sent(job))
+    keep_own([results[stage] for stage in own], f"{job.world_size} ranks, {job.problem_name}")
     return [results[stage] for stage in dict.fromkeys(wanted)]
 
 

@@ -11,6 +11,8 @@ from contextlib import suppress
 
 from tqdm.auto import tqdm
 
+from manyranks.launching.bar import vanish
+
 from ..folders import course_folder
 
 PROGRAMS = {
@@ -32,9 +34,8 @@ class progress(tqdm):
 
     def close(self) -> None:
         """End the bar, and remove it if it is not full."""
-        if self.total and self.n < self.total:
-            self.total = self.n
-            self.leave = False
+        if not self.disable and self.total and self.n < self.total:
+            vanish(self)  # It closes the bar, which is then full.
         super().close()
 
 

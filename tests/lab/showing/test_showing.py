@@ -358,7 +358,7 @@ def test_sliders_redraw_and_leave_a_picture_and_a_recipe_without_widgets(name):
     explorer, control, value = explorers()[name]
     before = bytes(explorer.image.value)
     bundle, metadata = explorer._repr_mimebundle_()
-    assert "image/png" in bundle and bundle["text/plain"] == explorer.message.value
+    assert "image/png" in bundle and bundle["text/plain"] == explorer.caption
     assert len(metadata["image/png"]["alt"]) > 20
     again = widgets.rebuild(json.loads(json.dumps(bundle[widgets.MIME])))
     assert again.image.value == before and again.alt == explorer.alt, (

@@ -2,15 +2,13 @@
 
 import os
 import re
-import signal
-import subprocess
-import sys
 import time
 from contextlib import nullcontext, suppress
 
 import nbformat
 import pytest
 from chromium import PALE, fresh_page, running_browser
+from learners_lab import RESTART, choose_theme, running_lab
 
 NotInTime = pytest.importorskip("playwright.sync_api").TimeoutError
 
@@ -62,59 +60,9 @@ def lab(tmp_path_factory):
         ),
         folder / "widgets.ipynb",
     )
-    choose_theme(folder, "Dark")
-    log = (folder / "log").open("w+")
-    environ = {
-        **os.environ,
-        "PATH": "/usr/bin:/bin",
-        "JUPYTER_CONFIG_DIR": str(folder / "config"),
-        "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"),
-    }
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "ddp_course.lab.cli",
-            "lab",
-            folder,
-            "--",
-            "--no-browser",
-            "--port=0",
-            "--ServerApp.port_retries=0",
-        ],
-        stdout=log,
-        stderr=log,
-        env=environ,
-        start_new_session=True,
-    )
-    try:
-        yield address(process, folder / "log"), folder
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        log.close()
-
-
-def choose_theme(folder, theme):
-    """Choose the theme of JupyterLab's next page."""
-    where = folder / "settings" / "@jupyterlab" / "apputils-extension"
-    where.mkdir(parents=True, exist_ok=True)
-    (where / "themes.jupyterlab-settings").write_text(f'{{"theme": "JupyterLab {theme}"}}')
-
-
-def address(process, log):
-    """Wait for the server to print where it opens."""
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline and process.poll() is None:
-        match = re.search(r"(http://127\.0\.0\.1:\d+/lab\S*)\?token=(\w+)", log.read_text())
-        if match:
-            return f"{match[1]}?reset&token={match[2]}"
-        time.sleep(0.1)
-    raise AssertionError(f"JupyterLab did not start:\n{log.read_text()[-2000:]}")
+    with running_lab(folder) as (server, token):
+        start = "/lab/tree/notebooks/00_start_here.ipynb"
+        yield f"{server}{start}?reset&token={token}", folder
 
 
 @pytest.mark.browser
@@ -143,7 +91,7 @@ def test_a_newcomer_meets_lesson_00_without_answers_or_news_and_a_terminal_that_
             )
             page.wait_for_timeout(100)
         tabs = folder / ".jupyter" / "workspaces"
-        while not any(tabs.glob("*")):
+        while not any("terminal" in path.read_text() for path in tabs.glob("*")):
             assert time.monotonic() < deadline, "the tabs of this copy are not kept in it"
             page.wait_for_timeout(100)
     where, *commands = (folder / "seen").read_text().split()
@@ -250,15 +198,6 @@ def test_with_a_new_kernel_an_explorer_is_a_picture_that_says_how_to_wake_it(lab
         box = explorer.locator(".jp-OutputArea-output > .widget-vbox")
         said = box.evaluate("box => getComputedStyle(box, '::after').content")
         assert "Run the cells down to this one again" in said
-
-
-RESTART = """async () => {
-  const kernels = await (await fetch("/api/kernels")).json();
-  const token = document.cookie.match(/_xsrf=([^;]+)/)[1];
-  for (const {id} of kernels) {
-    await fetch(`/api/kernels/${id}/restart`, {method: "POST", headers: {"X-XSRFToken": token}});
-  }
-}"""
 
 
 def is_legible(diff, table):
