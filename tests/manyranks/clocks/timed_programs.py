@@ -37,51 +37,71 @@ LATENCY = 1_000_000  # picoseconds
 COUNTS = (31, 300, 12_000)  # float32
 
 
+class Writer:
+    """Draws a program; `pending` has the sums for which a rank has still to wait."""
+
+    def __init__(self, number: int):
+        self.draw = random.Random(f"timed program {number}")
+        self.steps: list = [[] for _ in range(WORLD_SIZE)]
+        self.pending: list = [[] for _ in range(WORLD_SIZE)]
+
+    def write(self) -> list:
+        """The steps of each rank."""
+        for key in range(self.draw.randint(4, 12)):
+            for own in self.steps:
+                own.append(("sleep", self.duration()))
+            self.sum(key)
+            for rank in range(WORLD_SIZE):
+                self.alone(rank)
+                self.wait_for_one(rank)
+        for own, keys in zip(self.steps, self.pending, strict=True):
+            if keys and self.draw.random() < 0.5:
+                own.append(("wait_all", keys))
+            own += [("wait", key) for key in keys]
+        return self.steps
+
+    def duration(self) -> int:
+        return self.draw.randrange(1, 40_000_000)
+
+    def several(self) -> list:
+        return [self.duration() for _ in range(self.draw.randint(1, 3))]
+
+    def apart(self) -> list:
+        """An event loop does at once what is due within a nanosecond."""
+        return [2000 * self.draw.randrange(1, 20_000) for _ in range(self.draw.randint(1, 3))]
+
+    def sum(self, key: int) -> None:
+        """A sum over a group, on some ranks with callbacks."""
+        group = self.draw.randrange(len(GROUPS))
+        count = self.draw.choice(COUNTS)
+        for rank in GROUPS[group]:
+            self.steps[rank].append(("sum", key, group, count))
+            self.pending[rank].append(key)
+            for _ in range(self.draw.choice([0, 0, 1, 2])):
+                self.steps[rank].append(("then", key, self.draw.choice([0, self.duration()])))
+
+    def alone(self, rank: int) -> None:
+        """What a rank does without others."""
+        things = [
+            ("timer", self.duration()),
+            ("thread", self.several()),
+            ("event", self.duration(), self.duration()),
+            ("loop", [self.apart() for _ in range(self.draw.randint(1, 3))]),
+            ("join",),
+        ]
+        self.steps[rank] += self.draw.sample(things, self.draw.randint(0, 3))
+
+    def wait_for_one(self, rank: int) -> None:
+        """A rank waits for one of its sums."""
+        if self.pending[rank] and self.draw.random() < 0.5:
+            chosen = self.draw.choice(self.pending[rank])
+            self.pending[rank].remove(chosen)
+            self.steps[rank].append((self.draw.choice(["wait", "wait_then"]), chosen))
+
+
 def draw_program(number: int) -> list:
     """The steps of each rank of the program with this number."""
-    draw = random.Random(f"timed program {number}")
-    steps: list = [[] for _ in range(WORLD_SIZE)]
-    pending: list = [[] for _ in range(WORLD_SIZE)]  # the sums that a rank has still to wait for
-
-    def duration() -> int:
-        return draw.randrange(1, 40_000_000)
-
-    def several() -> list:
-        return [duration() for _ in range(draw.randint(1, 3))]
-
-    def apart() -> list:
-        """An event loop does at once what is due within a nanosecond."""
-        return [2000 * draw.randrange(1, 20_000) for _ in range(draw.randint(1, 3))]
-
-    for key in range(draw.randint(4, 12)):
-        for own in steps:
-            own.append(("sleep", duration()))
-        group = draw.randrange(len(GROUPS))
-        count = draw.choice(COUNTS)
-        for rank in GROUPS[group]:
-            steps[rank].append(("sum", key, group, count))
-            pending[rank].append(key)
-            for _ in range(draw.choice([0, 0, 1, 2])):
-                steps[rank].append(("then", key, draw.choice([0, duration()])))
-        for rank, own in enumerate(steps):
-            alone = [
-                ("timer", duration()),
-                ("thread", several()),
-                ("event", duration(), duration()),
-                ("loop", [apart() for _ in range(draw.randint(1, 3))]),
-            ]
-            own += draw.sample(alone, draw.randint(0, 2))
-            if draw.random() < 0.3:
-                own.append(("join",))
-            if pending[rank] and draw.random() < 0.5:
-                chosen = draw.choice(pending[rank])
-                pending[rank].remove(chosen)
-                own.append((draw.choice(["wait", "wait_then"]), chosen))
-    for rank, own in enumerate(steps):
-        if pending[rank] and draw.random() < 0.5:
-            own.append(("wait_all", pending[rank]))
-        own += [("wait", key) for key in pending[rank]]
-    return steps
+    return Writer(number).write()
 
 
 def play_all(programs: list) -> list:
@@ -190,7 +210,7 @@ class Sum:
         self.posts = 0
         self.booked = clock.event()
         self.end = 0
-        self.callbacks: list = [[] for _ in range(WORLD_SIZE)]  # names and durations
+        self.callbacks: list = [[] for _ in range(WORLD_SIZE)]  # what `sleeps` takes
         self.calling: list = [None] * WORLD_SIZE  # the process that calls them
 
 
@@ -202,6 +222,8 @@ class Model:
         self.sums: dict = {}
         self.free = [0] * WORLD_SIZE  # from these moments on the ranks' links are free
         self.seen: list = [[] for _ in steps]
+        self.running: list = [[] for _ in steps]  # the threads of each rank
+        self.to_join: list = [[] for _ in steps]
         for rank, own in enumerate(steps):
             self.clock.process(self.main(rank, own))
         self.clock.run()
@@ -214,37 +236,65 @@ class Model:
 
     def main(self, rank: int, steps: list) -> Any:
         """The main thread of a rank."""
-        running: list = []
-        to_join: list = []
         for place, (kind, *details) in enumerate(steps):
-            if kind == "sleep":
-                yield self.clock.timeout(*details)
-            elif kind == "sum":
-                self.post(*details)
-            elif kind == "then":
-                key, duration = details
-                yield from self.then(rank, self.sums[key], f"{place} callback", duration)
-            elif kind in ("wait", "wait_then"):
-                yield from self.wait(rank, details[0])
-            elif kind == "wait_all":
-                for key in details[0]:
-                    yield from self.wait(rank, key)
-            elif kind == "timer":
-                running.append(self.clock.process(self.sleeps(rank, details, [f"{place} called"])))
-            elif kind == "thread":
-                names = [f"{place} slept {number}" for number in range(len(details[0]))]
-                to_join.append(self.clock.process(self.sleeps(rank, details[0], names)))
-                running.append(to_join[-1])
-            elif kind == "join" and to_join:
-                yield to_join.pop(0)
-            elif kind == "event":
-                running.append(self.clock.process(self.sleeps(rank, details[:1], [])))
-                yield self.clock.timeout(min(details))
-            elif kind == "loop":
-                yield self.clock.all_of(list(self.tasks(rank, place, details[0])))
+            yield from getattr(self, f"do_{kind}")(rank, place, *details)
             self.note(rank, f"{place} {kind}")
-        yield self.clock.all_of(running)
+        yield self.clock.all_of(self.running[rank])
         self.note(rank, "end")
+
+    def do_sleep(self, rank: int, place: int, duration: int) -> Any:
+        yield self.clock.timeout(duration)
+
+    def do_sum(self, rank: int, place: int, key: int, group: int, count: int) -> Any:
+        self.post(key, group, count)
+        yield self.clock.timeout(0)
+
+    def do_then(self, rank: int, place: int, key: int, duration: int) -> Any:
+        """A callback is left for the end of a sum; after that it is called at once."""
+        total = self.sums[key]
+        callback = ([duration], [f"{place} callback"])
+        if total.calling[rank] and not total.calling[rank].is_alive:
+            yield from self.sleeps(rank, *callback)
+        else:
+            total.callbacks[rank].append(callback)
+
+    def do_wait(self, rank: int, place: int, key: int) -> Any:
+        """Wait for a sum, and for its callbacks."""
+        total = self.sums[key]
+        if not total.booked.triggered:
+            yield total.booked
+        yield total.calling[rank]
+
+    do_wait_then = do_wait
+
+    def do_wait_all(self, rank: int, place: int, keys: list) -> Any:
+        for key in keys:
+            yield from self.do_wait(rank, place, key)
+
+    def do_timer(self, rank: int, place: int, duration: int) -> Any:
+        self.start(rank, [duration], [f"{place} called"])
+        yield self.clock.timeout(0)
+
+    def do_thread(self, rank: int, place: int, durations: list) -> Any:
+        names = [f"{place} slept {number}" for number in range(len(durations))]
+        self.start(rank, durations, names)
+        self.to_join[rank].append(self.running[rank][-1])
+        yield self.clock.timeout(0)
+
+    def do_join(self, rank: int, place: int) -> Any:
+        if self.to_join[rank]:
+            yield self.to_join[rank].pop(0)
+
+    def do_event(self, rank: int, place: int, duration: int, limit: int) -> Any:
+        self.start(rank, [duration], [])
+        yield self.clock.timeout(min(duration, limit))
+
+    def do_loop(self, rank: int, place: int, lists: list) -> Any:
+        yield self.clock.all_of(list(self.tasks(rank, place, lists)))
+
+    def start(self, rank: int, durations: list, names: list) -> None:
+        """Start something that sleeps."""
+        self.running[rank].append(self.clock.process(self.sleeps(rank, durations, names)))
 
     def tasks(self, rank: int, place: int, lists: list) -> Any:
         """The tasks of an event loop."""
@@ -275,25 +325,11 @@ class Model:
             total.calling[rank] = self.clock.process(self.call_back(rank, total))
         total.booked.succeed()
 
-    def then(self, rank: int, total: Sum, name: str, duration: int) -> Any:
-        """A callback is left for the end of a sum; after that it is called at once."""
-        if total.calling[rank] and not total.calling[rank].is_alive:
-            yield from self.sleeps(rank, [duration], [name])
-        else:
-            total.callbacks[rank].append((name, duration))
-
     def call_back(self, rank: int, total: Sum) -> Any:
         """The callbacks of a sum on a rank, one after the other."""
         yield self.until(total.end)
-        for name, duration in total.callbacks[rank]:
-            yield from self.sleeps(rank, [duration], [name])
-
-    def wait(self, rank: int, key: int) -> Any:
-        """Wait for a sum, and for its callbacks."""
-        total = self.sums[key]
-        if not total.booked.triggered:
-            yield total.booked
-        yield total.calling[rank]
+        for callback in total.callbacks[rank]:
+            yield from self.sleeps(rank, *callback)
 
 
 def model(steps: list) -> list:
