@@ -2,7 +2,8 @@
 
 import hashlib
 import zlib
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from ..errors import Awaited
 from . import arbiter
@@ -18,26 +19,35 @@ from .table import (
     NEW_GROUP,
     OPEN,
     Entry,
+    plain_lock,
 )
 
+dropping = plain_lock()  # One thread of this process at a time drops a ticket.
 
-class Ticket(NamedTuple):
+
+@dataclass(eq=False)
+class Ticket:
     """What `wait` needs of a message or a collective.
 
     `entry` is that of the table, `sends` says whether this side is the sender, and `what` says what
-    this side waits for.
+    this side waits for. Several threads may wait with one ticket; the first that goes on gives the
+    entry back, and leaves its end in `ended`.
     """
 
     entry: Entry
     sends: bool
     what: Awaited
+    ended: int | None = None
+    dropped: bool = False
 
     @property
     def end(self) -> int | None:
         """The moment for which this side waits; None as long as it is not known."""
-        if self.entry.stage != BOOKED:
-            return None
-        return self.entry.departs if self.sends else self.entry.arrives
+        end = None
+        if self.entry.stage == BOOKED:
+            end = self.entry.departs if self.sends else self.entry.arrives
+        # The entry may have become another one's while it was read: then this is known.
+        return end if self.ended is None else self.ended
 
 
 def post(sending: bool, nbytes: int, peer: int, group: int = 0, tag: int = 0) -> Ticket:
@@ -183,7 +193,12 @@ def has_ended(ticket: Ticket) -> bool:
 
 
 def drop(ticket: Ticket) -> None:
-    """Give up a ticket, with which nobody will wait any more."""
+    """Give a ticket's entry back, once: this side will read it no more."""
+    with dropping:
+        if ticket.dropped:
+            return
+        ticket.ended = ticket.end
+        ticket.dropped = True
     process.table.dropped.append(ticket.entry)
 
 

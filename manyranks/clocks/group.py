@@ -111,26 +111,32 @@ class Future(torch.futures.Future):
     def __init__(self, work: Work | None):
         super().__init__()
         self.work = work
+        # Who waits while another thread runs the callbacks goes on when they have returned.
+        self.completing = threads.RLock()
 
     def complete(self) -> None:
         """Wait for the work, and let the callbacks run at the moment of its end."""
         clock = own()
-        if super().done() or clock is None:
+        if clock is None:
             return
         ended = self.work.wait_by_clock()
-        clock.take_turn()
-        # Another thread may have completed it before this one's turn.
-        if super().done():
-            return
-        self.work.finish()
-        present = clock.moment
-        if not self.work.on_stream:
-            # The callbacks run as of the operation's end, which may be earlier than now.
-            clock.moment = ended
-        try:
-            self.set_result(self.work.work.get_future().value())
-        finally:
-            clock.moment = max(present, clock.moment)
+        with self.completing:
+            # Another thread may have been first, or a callback asks.
+            if super().done():
+                return
+            self.work.finish()
+            present = clock.moment
+            if not self.work.on_stream:
+                # The callbacks run as of the operation's end, which may be earlier than now.
+                clock.moment = ended
+            try:
+                self.set_result(self.work.work.get_future().value())
+            finally:
+                clock.moment = max(present, clock.moment)
+
+    def has_ended(self) -> bool:
+        """Return whether the work has ended by now; this is no question of the program's."""
+        return events.has_ended(self.work.ticket)
 
     def wait(self) -> Any:
         """Wait for the result, and return it."""
@@ -146,11 +152,15 @@ class Future(torch.futures.Future):
     def then(self, callback: Any) -> torch.futures.Future:
         """Return the future of `callback(self)`.
 
-        It runs in a thread of its own if nobody waits for it here.
+        It runs here if the work has ended by now, and else in a thread of its own, at the end.
         """
-        if not super().done() and torch_inside.backward_pass() == -1 and not self.has_thread:
-            self.has_thread = True
-            threading.Thread(target=self.complete, daemon=True).start()
+        if not (super().done() or self.has_thread) and torch_inside.backward_pass() == -1:
+            take_turn()
+            if own() is not None and self.has_ended():
+                self.complete()
+            else:
+                self.has_thread = True
+                threading.Thread(target=self.complete, daemon=True).start()
         following = Following(self)
 
         def run(future):
@@ -191,6 +201,10 @@ class All(Future):
         take_turn()
         if not torch.futures.Future.done(self):
             self.set_result(self.futures)
+
+    def has_ended(self) -> bool:
+        """Return whether all are complete; others' futures may have no clock."""
+        return all(torch.futures.Future.done(future) for future in self.futures)
 
     def done(self) -> bool:
         """Return whether all of the futures are complete by now."""

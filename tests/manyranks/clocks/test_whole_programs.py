@@ -638,7 +638,7 @@ def a_launch_within_a_rank():
 
 @pytest.mark.slow
 def test_a_launch_within_a_rank():
-    all_right([a_launch_within_a_rank], world_size=1)
+    assert not faults_of([a_launch_within_a_rank], world_size=1)
 
 
 def beat():
