@@ -49,18 +49,18 @@ def run(
 ) -> Comparison:
     """Train with every stage on the same global batches and return the results.
 
-        `yours` are training functions of your own by name, such as {"my ring": my_train}: every rank
+    `yours` are training functions of your own by name, such as {"my ring": my_train}: every rank
     calls `my_train(model, batches, lr)` with its share of each batch, and gets the loss of every
     step. `model` stands for the `problem`: a function that makes a model of your own, with data,
     loss and optimizer (docs/YOUR_MODEL.md), or its place, such as "mine.py:make".
 
-        Without GPUs the ranks compute on emulated devices, in virtual time: `device` may be a `Device`,
-        `device_speed` its rate, such as "2GFLOP/s", or "none" for the processor as it is. `link` is a
-        `Link`, a bandwidth with `link_mode`, or None; "auto" is a bandwidth that fits the device, and
-        None on GPUs, which have their own. `options`: `global_batch` (samples), `lr`, `seed`, `dtype`
-        (a name), `bucket_cap_mb` (of stages 5, 6 and torch's DDP, default 0.25), `parameters` (of bytes
-        and synthetic), `timeout` (seconds per launch). `progress` shows a bar of each stage's steps.
-        Ranks of torchrun all call this, and see no bar. Raises ValueError for what cannot work.
+    Without GPUs the ranks compute on emulated devices, in virtual time: `device` may be a `Device`,
+    `device_speed` its rate, such as "2GFLOP/s", or "none" for the processor as it is. `link` is a
+    `Link`, a bandwidth with `link_mode`, or None; "auto" is a bandwidth that fits the device, and
+    None on GPUs, which have their own. `options`: `global_batch` (samples), `lr`, `seed`, `dtype`
+    (a name), `bucket_cap_mb` (of stages 5, 6 and torch's DDP, default 0.25), `parameters` (of bytes
+    and synthetic), `timeout` (seconds per launch). `progress` shows a bar of each stage's steps.
+    Ranks of torchrun all call this, and see no bar. Raises ValueError for what cannot work.
     """
     wanted = wanted_stages(stages, yours or {})
     what = problem if model is None else YourModel(model)
