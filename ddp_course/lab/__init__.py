@@ -1,11 +1,11 @@
 """What notebooks show and measure: comparisons, timelines, closed forms, figures, commands.
 
-    compare      every stage trains on the same batches, and is compared with the others and theory
-    show         figures, sliders, guesses, and the package's own source
-    theory       closed forms of collectives        simulate   a step, layer by layer
-    timeline     what each rank did, and when       timing     seconds of a function on ranks
-    claims       what people say, put to the test   facts      what others measured
-    traces       profiles of real GPUs              on_your_gpus   the stages on real devices
+compare      every stage trains on the same batches, and is compared with the others and theory
+show         figures, sliders, guesses, and the package's own source
+theory       closed forms of collectives        simulate   a step, layer by layer
+timeline     what each rank did, and when       timing     seconds of a function on ranks
+claims       what people say, put to the test   facts      what others measured
+traces       profiles of real GPUs              on_your_gpus   the stages on real devices
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
 """Instructions, which tell a rank what to do, and results, which pass from stage to stage.
 
-    stage s  ── Result(m, s, s + 1), an activation ──────>  stage s + 1
-    stage s  <── Result(m, s + 1, s), the gradient of it ── stage s + 1
+stage s  ── Result(m, s, s + 1), an activation ──────>  stage s + 1
+stage s  <── Result(m, s + 1, s), the gradient of it ── stage s + 1
 """
 
 from dataclasses import dataclass

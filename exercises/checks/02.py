@@ -1,4 +1,7 @@
-"""Exercise 2: scatter, reduce, and what passes through the master."""
+"""Exercise 2: scatter, reduce, and what passes through the master.
+
+A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
+"""
 
 from itertools import product
 

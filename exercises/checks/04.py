@@ -1,4 +1,7 @@
-"""Exercise 4: the ring, from the index of a chunk to an all-reduce of any shape."""
+"""Exercise 4: the ring, from the index of a chunk to an all-reduce of any shape.
+
+A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
+"""
 
 import math
 from contextlib import contextmanager

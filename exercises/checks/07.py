@@ -1,5 +1,7 @@
 """Exercise 7: optimizer state split over the ranks, the memory that it saves, prefetch in little
 room, parameters that come and go, the norm of what no rank has, and the smallest batch.
+
+A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
 """
 
 import time

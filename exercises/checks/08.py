@@ -1,4 +1,7 @@
-"""Exercise 8: pipeline schedules, their bubble, and the memory they need."""
+"""Exercise 8: pipeline schedules, their bubble, and the memory they need.
+
+A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
+"""
 
 import math
 from itertools import pairwise, product

@@ -1,5 +1,7 @@
 """Exercise 10: a sampler with epochs, a learning-rate schedule, a mean over uneven shards, the
 largest rate, and a loss that weighs tokens alike.
+
+A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
 """
 
 import math

@@ -1,5 +1,7 @@
 """Exercise 13: a table that is too good, units and protocols, plans for 1,536 GPUs, rows held
 out, a layer, and how far each way reaches.
+
+A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
 """
 
 from ddp_exercises.diagnosis import kind_of

@@ -1,5 +1,7 @@
 """Exercise 14: send the largest, meet less often, find the hook that loses gradients, bet on a
 winner, and send eight bits.
+
+A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
 """
 
 from itertools import count

@@ -1,7 +1,7 @@
 """Trains a lesson's stages on the GPUs that this machine has, in real time.
 
-    yours = on_your_gpus("3")           trains
-    show.compare_figure(yours)          "measured on 4 × NVIDIA H100", and what the numbers say
+yours = on_your_gpus("3")           trains
+show.compare_figure(yours)          "measured on 4 × NVIDIA H100", and what the numbers say
 """
 
 import math

@@ -1,7 +1,7 @@
 """Records what one rank does in each step of its training.
 
-    record = Recording()
-    train(model, record.stamped(batches), lr)
+record = Recording()
+train(model, record.stamped(batches), lr)
 """
 
 from collections.abc import Iterable, Iterator

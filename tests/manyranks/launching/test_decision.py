@@ -116,7 +116,7 @@ def test_the_culprit_is_named_first(name):
 
 @pytest.mark.parametrize("name", sorted(TIMED_OUT))
 def test_ranks_that_do_not_answer_run_out_of_time(name):
-    """Nothing is heard of the culprit; of a rank that returned, that."""
+    """Nothing is heard of a culprit but, if it has returned, its result."""
     returned = [(1.0, Returned(2, None))] if "returned" in name else []
     ending, now = play(up(*returned), timeout=5.0)
     assert ending == TimedOut() and now == pytest.approx(5.0, abs=0.1)
