@@ -107,7 +107,7 @@ def draw_chunks(random):
     for size in (3, 4, 2):
         chunks = torch.arange(length).tensor_split(size)
         lengths[size] = [len(chunk) for chunk in chunks]
-    longest = 16  # This is the half of 31.
+    longest = 16  # Two ranks share at most 31 elements.
     values = [tensors(random, 4, longest, whole=True) for _ in range(4)]
     return {"lengths": lengths, "values": values}
 

@@ -236,7 +236,7 @@ def ticks(orders):
         schedule.append([instructions[kind](m, stage) for kind, m in order])
     try:
         return round(max(end for row in timetable(schedule) for _, _, end in row))
-    except ValueError:  # It has a deadlock.
+    except ValueError:  # This schedule has a deadlock.
         return math.inf
 
 

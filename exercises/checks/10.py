@@ -201,7 +201,7 @@ class LargestRate:
         require(different_words(sentence) >= 6, six)
         with_half = learns(rate / 2)
         yield "learns with half", "with half of your rate it learns", with_half
-        # Of a rate with which nothing is learned, twice as much says nothing.
+        # Where nothing is learned at a rate, twice that rate says nothing.
         is_largest = with_half and not learns(2 * rate)
         yield "not with twice", "it learns with half of your rate, and not with twice", is_largest
 

@@ -69,7 +69,7 @@ BREAKPOINT = "breakpoint() cannot be used in a rank: nobody can type there: afte
 TWICE = "launch has brought the process group up already"
 UNREADABLE = "its result cannot be read here: EOFError: Ran out of input"
 SEGMENT = 'File "<cell>", line 4, in fault\n    ctypes.string_at(0)'
-REPORTED = {  # what the caller hears of the culprit, rank 2, in each fault of the table
+REPORTED = {  # The caller hears this of the culprit, rank 2, in each fault.
     "exception": raises("IndexError", "index 7 is out of bounds", traceback=NUMPY),
     "killed in forward": Ended(2, -9, "", 1.0),
     "killed in all-reduce": Ended(2, -9, "", 1.4),

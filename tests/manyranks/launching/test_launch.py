@@ -348,7 +348,7 @@ def test_a_server_that_was_killed_or_left_idle_is_replaced(monkeypatch):
     psutil.Process(killed).wait(30)
     monkeypatch.setenv("MANYRANKS_IDLE", "1")
     idle = pid_of_server()
-    with suppress(psutil.NoSuchProcess):  # it may have ended already
+    with suppress(psutil.NoSuchProcess):  # The process may have ended already.
         psutil.Process(idle).wait(30)
     monkeypatch.setenv("MANYRANKS_IDLE", "900")
     assert len({killed, idle, pid_of_server()}) == 3

@@ -84,7 +84,7 @@ def test_mistakes_are_told(kernel, cell, error, words):
     assert words in output.message + output.stderr
 
 
-CELLS = [  # cells that run one after the other, and what they show, or a word of their error
+CELLS = [  # Cells run one after the other; each has what it shows, or a word of its error.
     ("rate = 5", ""),
     (
         "%%ranks 2\nx = torch.ones(1) * rank\nx.item(), rate",

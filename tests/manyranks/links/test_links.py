@@ -29,7 +29,7 @@ MODES = [
 BANDWIDTH = "80Mbit"
 BYTES = 1 << 20
 MESSAGE_SECONDS = BYTES * 8 / 80e6  # 0.105
-FASTER = 0.95  # a token bucket lets the first few kB of a message pass at once
+FASTER = 0.95  # A token bucket lets the first few kB of a message pass at once.
 
 
 # What is accepted and what is refused
@@ -137,7 +137,7 @@ def test_everything_takes_as_long_as_the_formula(mode, world_size):
         if mode == "hosts":
             assert slowest >= FASTER * least, name
         else:
-            assert slowest == pytest.approx(least, rel=1e-5), name  # thirds of a tensor differ
+            assert slowest == pytest.approx(least, rel=1e-5), name  # Thirds of a tensor differ.
 
 
 def to_and_fro():
