@@ -115,8 +115,8 @@ def traffic(tensor):
 
 @pytest.mark.parametrize("data, tensor", MESHES[:3])
 def test_bytes_are_those_of_the_formula(data, tensor):
-    """Two blocks, four all-reduces of activations in each, and one of the gradients of this rank's
-    slices.
+    """There are two blocks, four all-reduces of activations in each, and one of the gradients of
+    this rank's slices.
     """
     whole = sum(p.numel() * 8 for p in gpt().parameters())
     biases = 2 * (3 + 4) * 128 * 8

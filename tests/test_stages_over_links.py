@@ -42,7 +42,7 @@ def time_each():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_each_takes_as_long_as_its_formula(mode, world_size):
-    """Exactly in virtual time; over real sockets at least as long."""
+    """The time is exact in virtual time; over real sockets it is at least as long."""
     steps = world_size - 1
     expected = {"server": 2 * steps, "whole": steps, "ring": 2 * steps / world_size}
     link = Link("80Mbit", mode=mode)

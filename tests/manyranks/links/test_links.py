@@ -126,7 +126,7 @@ def time_everything():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_everything_takes_as_long_as_the_formula(mode, world_size):
-    """Exactly in virtual time; over real sockets at least as long."""
+    """The time is exact in virtual time; over real sockets it is at least as long."""
     steps = world_size - 1
     expected = {"to all": steps, "exchange": 1}
     expected |= {"ring": 2 * steps / world_size, "torch": 2 * steps / world_size}
