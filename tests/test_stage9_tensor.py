@@ -1,3 +1,5 @@
+"""Stage 9 equals one device on every mesh, and sends what the formula says."""
+
 import pytest
 import torch
 import torch.distributed as dist

@@ -78,7 +78,7 @@ def replicas_of(seed, count, some_missing):
 
 
 def gradients(model):
-    """Return the copies of all gradients as a list, None where there is none."""
+    """Return copies of all gradients as a list, None where there is none."""
     return [copied_gradient(parameter) for parameter in model.parameters()]
 
 

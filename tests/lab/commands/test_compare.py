@@ -1,3 +1,5 @@
+"""`compare` gives the same weights, bytes as the formulas say, and times as their ideals."""
+
 import argparse
 import errno
 import json

@@ -1,3 +1,5 @@
+"""`doctor` names what is here, what is missing, and what to do about it."""
+
 import re
 import subprocess
 import sys

@@ -28,7 +28,7 @@ unsendable = (n for n in range(3))
 
 @contextmanager
 def starting_by(method):
-    """Kernels that are started now launch their ranks in this way."""
+    """Have kernels that are started within this block launch their ranks by `method`."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("MANYRANKS_START", method)
         yield
@@ -132,9 +132,5 @@ def test_nbval_accepts_the_magic_and_the_progress_bar(tmp_path):
     assert ended.returncode == 0, ended.stdout
     notebook.cells[2].outputs[0]["data"]["text/plain"] = "tensor(34)"
     nbformat.write(notebook, tmp_path / "magic.ipynb")
-    assert (
-        subprocess.run(
-            nbval, capture_output=True, cwd=tmp_path, timeout=180, check=False
-        ).returncode
-        != 0
-    )
+    ended = subprocess.run(nbval, capture_output=True, cwd=tmp_path, timeout=180, check=False)
+    assert ended.returncode != 0
