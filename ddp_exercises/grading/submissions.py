@@ -223,7 +223,10 @@ def copy_neighbours(place: Any, folder: Path) -> None:
 
 
 def read_submission(item: Item, owner: Owner) -> Submission:
-    """Return a notebook as a submission, whose `fault` says what is wrong with it, if anything."""
+    """Return a notebook as a submission.
+
+    A notebook that cannot be read raises nothing: the submission's `fault` says what is wrong.
+    """
     work = Submission(**vars(owner), parts=item.parts, place=item.place)
     try:
         if not work.name:
