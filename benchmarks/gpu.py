@@ -177,22 +177,8 @@ def safety(args: argparse.Namespace) -> Part:
         backend = "NCCL"
     torch.ones(1, device=device)  # This process must be on the GPU, too, when `mine` is listed.
     mine = processes_on_gpus()
-    checks: dict[str, Callable[[], bool]] = {
-        "out of memory in one rank": partial(
-            raises_with, RankError, "rank 1", out_of_memory, device
-        ),
-        "a rank killed in mid-collective": partial(
-            raises_with, RankError, "killed: by SIGKILL", killed, device
-        ),
-        "a rank that never comes": partial(
-            raises_with, LaunchTimeout, "", absent, device, timeout=8
-        ),
-    }
-    if device != "cpu":
-        checks["CUDA in the caller, then two launches"] = partial(after_cuda_in_the_caller, device)
-        checks["CPU ranks open no CUDA context"] = no_context
     rows: list[Row] = []
-    for name, check in checks.items():
+    for name, check in safety_checks(device).items():
         began = time.perf_counter()
         right = check()
         seconds = time.perf_counter() - began
@@ -214,6 +200,22 @@ def safety(args: argparse.Namespace) -> Part:
         )
     wrong = sum(row["as it should be"] is False for row in rows)
     return Part(rows, [Promise("checks that failed", wrong, at_most=0)])
+
+
+def safety_checks(device: str) -> dict[str, Callable[[], bool]]:
+    """Return each check of `safety` by its name; it says whether all was as it should be."""
+    failing = partial(raises_with, RankError)
+    checks: dict[str, Callable[[], bool]] = {
+        "out of memory in one rank": partial(failing, "rank 1", out_of_memory, device),
+        "a rank killed in mid-collective": partial(failing, "killed: by SIGKILL", killed, device),
+        "a rank that never comes": partial(
+            raises_with, LaunchTimeout, "", absent, device, timeout=8
+        ),
+    }
+    if device != "cpu":
+        checks["CUDA in the caller, then two launches"] = partial(after_cuda_in_the_caller, device)
+        checks["CPU ranks open no CUDA context"] = no_context
+    return checks
 
 
 def processes_on_gpus() -> set[str]:

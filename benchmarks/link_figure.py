@@ -80,7 +80,7 @@ def draw(axes: Axes, rows: list[dict[str, Any]], column: str) -> None:
                 zorder=3,
                 color=colour,
                 fillstyle="none",
-                markersize=11 if name == "gloo" else 7,  # Its points lie around the ring's.
+                markersize=11 if name == "gloo" else 7,  # gloo's points lie around the ring's.
             )
     axes.set(xscale="log", yscale="log")
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -97,7 +97,7 @@ def legend(rows: list[dict[str, Any]]) -> list[Line2D]:
     for name, (stage, label) in LOOKS.items():
         if name in names:
             line = Line2D([], [], color=STAGE_COLOURS[stage], label=label)
-            if name == "gloo":  # It has points and no formula.
+            if name == "gloo":  # gloo has points and no formula.
                 line.set(linestyle="", marker="o", markerfacecolor="none", markersize=11)
             handles.append(line)
     modes = {row["mode"] for row in rows}

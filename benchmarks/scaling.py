@@ -195,40 +195,13 @@ def points(rows: list[Row], x: str, y: str) -> tuple[list, list]:
 
 def figures(parts: Row, device: str, folder: Path) -> list[Path]:
     """Draw the parts of a report that are there: scaling, all-reduces, and the trace."""
-    from ddp_course.lab.showing.plots import STAGE_COLOURS, curves
-
-    lines: dict[str, Any] = {}
     pictures = {}
     rows = [row for row in parts.get("scaling", {}).get("rows", []) if "scaling" in row]
     if rows:
-        for way in ("weak", "strong"):
-            chosen = [row for row in rows if row["scaling"] == way]
-            lines[way] = points(chosen, "devices", "efficiency")
-        xs, efficiencies = lines["weak"]
-        title = (
-            f"On {xs[-1]} devices a step has {efficiencies[-1]:.0%} of one device's speed if"
-            f" the batch grows with them, {lines['strong'][1][-1]:.0%} if it does not"
-        )
-        kind = f"measured on {device}, {rows[0]['dtype']}"
-        ideal = {"ideal": (xs, [1.0] * len(xs))}
-        pictures["gpu_scaling.png"] = curves(
-            lines, "devices", "efficiency", title, ideal, ticks=xs, kind=kind
-        )
+        pictures["gpu_scaling.png"] = scaling_figure(rows, device)
     rows = [row for row in parts.get("all_reduce", {}).get("rows", []) if BACKEND in row]
     if rows:
-        colours = {RING: STAGE_COLOURS["4"], SERVER: STAGE_COLOURS["3"]}
-        lines = {BACKEND: points(rows, "bytes", BACKEND)}
-        derived: dict[str, Any] = {}
-        for name, colour in colours.items():
-            formula = f"{name}, derived"
-            lines[name] = (*points(rows, "bytes", name), colour)
-            derived[formula] = (*points(rows, "bytes", formula), colour)
-        ratio = rows[-1][RING] / rows[-1][BACKEND]
-        title = f"For the longest message our ring takes {ratio:.1f} times the backend's time"
-        pictures["gpu_all_reduce.png"] = curves(
-            lines, "message (bytes)", "seconds", title, derived, log=("x", "y"),
-            kind=f"measured on {device}",
-        )  # fmt: skip
+        pictures["gpu_all_reduce.png"] = all_reduce_figure(rows, device)
     if (folder / "gpu_trace.json").exists():
         from ddp_course.lab.showing.trace_plot import trace
 
@@ -236,3 +209,38 @@ def figures(parts: Row, device: str, folder: Path) -> list[Path]:
     for name, picture in pictures.items():
         replace_file(folder / name, picture.png(dpi=120))
     return [folder / name for name in pictures]
+
+
+def scaling_figure(rows: list[Row], device: str) -> Any:
+    """Draw the efficiency of weak and strong scaling over the number of devices."""
+    from ddp_course.lab.showing.plots import curves
+
+    lines = {}
+    for way in ("weak", "strong"):
+        chosen = [row for row in rows if row["scaling"] == way]
+        lines[way] = points(chosen, "devices", "efficiency")
+    xs, efficiencies = lines["weak"]
+    title = (
+        f"On {xs[-1]} devices a step has {efficiencies[-1]:.0%} of one device's speed if"
+        f" the batch grows with them, {lines['strong'][1][-1]:.0%} if it does not"
+    )
+    kind = f"measured on {device}, {rows[0]['dtype']}"
+    ideal = {"ideal": (xs, [1.0] * len(xs))}
+    return curves(lines, "devices", "efficiency", title, ideal, ticks=xs, kind=kind)
+
+
+def all_reduce_figure(rows: list[Row], device: str) -> Any:
+    """Draw the seconds of each all-reduce over the size of the message, beside closed forms."""
+    from ddp_course.lab.showing.plots import STAGE_COLOURS, curves
+
+    colours = {RING: STAGE_COLOURS["4"], SERVER: STAGE_COLOURS["3"]}
+    lines: dict[str, Any] = {BACKEND: points(rows, "bytes", BACKEND)}
+    derived: dict[str, Any] = {}
+    for name, colour in colours.items():
+        formula = f"{name}, derived"
+        lines[name] = (*points(rows, "bytes", name), colour)
+        derived[formula] = (*points(rows, "bytes", formula), colour)
+    ratio = rows[-1][RING] / rows[-1][BACKEND]
+    title = f"For the longest message our ring takes {ratio:.1f} times the backend's time"
+    kind = f"measured on {device}"
+    return curves(lines, "message (bytes)", "seconds", title, derived, log=("x", "y"), kind=kind)

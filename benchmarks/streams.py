@@ -96,7 +96,7 @@ class Streams:
         try:
             self.outgoing.sendall(bytes_of(tensor))
         except BaseException:
-            self.close()  # this wakes up the reader, whose bytes may never come
+            self.close()  # This wakes up the reader, whose bytes may never come.
             raise
         report("send", tensor, start, self.right)
 
@@ -135,7 +135,7 @@ class Streams:
     def close(self) -> None:
         """End both connections, for the neighbours too."""
         for stream in (self.incoming, self.outgoing):
-            with suppress(OSError):  # the neighbour may have closed it before
+            with suppress(OSError):  # The neighbour may have closed it before.
                 stream.shutdown(socket.SHUT_RDWR)
 
 
@@ -188,7 +188,8 @@ def own_address() -> tuple[socket.AddressFamily, str]:
     places = socket.getaddrinfo(os.environ["MASTER_ADDR"], port=1, type=socket.SOCK_DGRAM)
     family, kind, _, _, there = places[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(there)  # this sends nothing: for datagrams, `connect` only looks up the route
+        # This sends nothing: for datagrams, `connect` only looks up the route.
+        probe.connect(there)
         return family, probe.getsockname()[0]
 
 

@@ -147,6 +147,20 @@ class Reader:
         return bits
 
 
+def read_gpu(reader: Reader) -> str:
+    """Return the name of the row's GPU; raise UnknownAccelerator where nothing is known of it."""
+    gpu = str(reader.fields.get("gpu"))
+    gpu = presets.ALIASES.get(gpu, gpu)
+    # Without a GPU's cycles attention cannot be predicted.
+    names = [name for name, entry in presets.ACCELERATORS.items() if entry.cycles]
+    if gpu not in names:
+        raise UnknownAccelerator(
+            f"{reader.wrong('gpu', 'choose one of')} {', '.join([*names, *presets.ALIASES])}; or"
+            f' teach it: --accelerator "{gpu}=FLOP/s,bytes/s", as in "{gpu}=989TFLOP/s,2.4TB/s"'
+        )
+    return gpu
+
+
 def read_run(row: Row) -> tuple[Run, list[str]]:
     """Return the run of a row, and in words what is assumed.
 
@@ -159,16 +173,8 @@ def read_run(row: Row) -> tuple[Run, list[str]]:
         for column in [each for each in GPT_TABLE if each not in fields]:
             fields[column] = reader.assume(column, GPT_TABLE[column])
     shape = read_shape(reader)
-    gpu = str(fields.get("gpu"))
-    gpu = presets.ALIASES.get(gpu, gpu)
-    known = presets.ACCELERATORS.get(gpu)
-    # Without a GPU's cycles attention cannot be predicted.
-    if known is None or not known.cycles:
-        names = [name for name, entry in presets.ACCELERATORS.items() if entry.cycles]
-        raise UnknownAccelerator(
-            f"{reader.wrong('gpu', 'choose one of')} {', '.join([*names, *presets.ALIASES])}; or"
-            f' teach it: --accelerator "{gpu}=FLOP/s,bytes/s", as in "{gpu}=989TFLOP/s,2.4TB/s"'
-        )
+    gpu = read_gpu(reader)
+    known = presets.ACCELERATORS[gpu]
     way = reader.text("way", "fsdp")
     fields["way"] = WAY_NAMES.get(way.lower(), way)
     pure = reader.choice("precision", ("bf16 mixed", "bf16 pure"), "bf16 mixed") == "bf16 pure"

@@ -1,3 +1,5 @@
+"""A checkpoint comes back whole, whoever is killed, and whatever the disk does."""
+
 import os
 import pickle
 import random

@@ -15,7 +15,7 @@ from ddp_exercises.tasks import find
 CLINIC = Path(__file__).parents[1] / "exercises" / "clinic"
 find("11.5")
 CAUSES = sys.modules["exercise_checks.11"].CAUSES
-FAILS = {  # A patient has an exit code, and prints some words.
+FAILS = {  # These are {patient: (its exit code, words that it prints)}.
     1: (1, "Received data size doesn't match"),
     2: (1, "Timed out waiting"),
     3: (1, "Received data size doesn't match"),
@@ -31,7 +31,7 @@ FAILS = {  # A patient has an exit code, and prints some words.
 
 
 def torchrun(script, folder):
-    """Run a script on three ranks; (exit code, what it printed)."""
+    """Run a script on three ranks; return (exit code, what it printed)."""
     command = [
         sys.executable,
         "-m",

@@ -232,7 +232,9 @@ def test_add_an_exercise(house):
 
 
 def test_add_a_column(house):
-    """The number of ranks that were counted, which the single device's row does not have."""
+    """The column has the number of ranks that were counted, which the single device's row does not
+    have.
+    """
 
     def add_field(path):
         insert(path, "    bytes_formula: int | None", "    ranks_counted: int | None = None\n")
@@ -260,7 +262,9 @@ def test_add_a_column(house):
 
 
 def test_add_an_all_reduce(house):
-    """It is the fastest where messages are small: it costs one latency, not two per round."""
+    """The new all-reduce is the fastest where messages are small: it costs one latency, not two per
+    round.
+    """
 
     def export(path):
         insert(path, "from .tree import", "from .topic import topic_all_reduce\n")

@@ -154,7 +154,7 @@ def test_no_page_names_an_address_of_a_course_that_is_published_nowhere():
 
 
 def test_twenty_minutes_end_with_a_ring_that_beats_the_server(capsys):
-    """The page's own cell, with its two lines filled in."""
+    """The page's own cell runs, with its two lines filled in."""
     page = (ROOT / "docs" / "TWENTY_MINUTES.md").read_text()
     cell, answer = re.findall(r"```python\n(.*?)```", page, re.S)
     gap = "        ...  # your turn: two lines\n"

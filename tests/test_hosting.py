@@ -47,7 +47,9 @@ LOCKED = ["-r requirements.lock", "--no-deps --editable ."]
     ],
 )
 def test_setup_takes_the_lock_where_it_can(tmp_path, minor, system, learners, tools):
-    """`make setup` and `make tools` with a Python that only writes down what it is to install."""
+    """`make setup` and `make tools` run with a Python that only writes down what it is to
+    install.
+    """
     programs = "Scripts" if system == "Windows_NT" else "bin"
     python = tmp_path / "venv" / programs / "python"
     python.parent.mkdir(parents=True)
@@ -70,7 +72,7 @@ esac
 
 
 def test_on_a_terminal_pip_shows_its_progress(tmp_path):
-    """`make setup`, first on a terminal, with a Python that writes down what it is asked."""
+    """`make setup` runs, first on a terminal, with a Python that writes down what it is asked."""
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\necho "$*" >>{tmp_path}/asked\n')

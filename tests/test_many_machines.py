@@ -157,7 +157,7 @@ print([run(train), run(train)])
 
 @needs_hosts
 def test_the_recipe_for_several_machines_from_a_cell_is_as_the_page_says(tmp_path):
-    """Two hosts, with one rank and with two; the group serves a second call, too."""
+    """There are two hosts, with one rank and with two; the group serves a second call, too."""
     pytest.importorskip("ipyparallel")
     page = CLUSTERS.read_text()
     controller, engine = re.findall("^    (ip.*)$", page, re.MULTILINE)

@@ -193,7 +193,7 @@ def test_nbval_hears_silence_and_sees_another_output(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["03_parameter_server", "04_ring_all_reduce"])
 def test_lesson_runs_again_with_another_number_of_ranks(name, tmp_path):
-    """All cells with K = 2, and then in the same kernel all cells with K = 3."""
+    """All cells run with K = 2, and then in the same kernel with K = 3."""
     path = ROOT / "notebooks" / f"{name}.ipynb"
     notebook, again = (altered(read(path), world_size) for world_size in (2, 3))
     for cell in again.cells:
@@ -207,7 +207,7 @@ def test_lesson_runs_again_with_another_number_of_ranks(name, tmp_path):
 @pytest.mark.weekly
 @pytest.mark.parametrize("path", LESSONS[:7], ids=NAMES[:7])
 def test_lesson_runs_where_ranks_are_not_forked(path, tmp_path):
-    """Lessons 00 to 06 with ranks that are started anew, as on macOS."""
+    """Lessons 00 to 06 run with ranks that are started anew, as on macOS."""
     (tmp_path / path.name).write_bytes(path.read_bytes())
     done = run_nbval([path.name], tmp_path, cell_seconds=400, MANYRANKS_START="spawn")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
@@ -348,7 +348,7 @@ def test_lesson_ends_with_three_lines_and_the_next_one(path):
 
 @pytest.mark.parametrize("path", LESSONS, ids=NAMES)
 def test_a_figure_is_the_last_expression_of_its_cell(path):
-    """Jupyter shows no other."""
+    """Jupyter shows no other figure."""
     for cell in code(read(path)):
         if cell.source.startswith("%%"):
             continue

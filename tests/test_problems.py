@@ -1,3 +1,5 @@
+"""Problems: shares that make up one batch, models that learn, and sizes to choose."""
+
 import pytest
 import torch
 from torch.utils.data import DistributedSampler

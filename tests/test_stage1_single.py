@@ -1,3 +1,5 @@
+"""Stage 1 is gradient descent."""
+
 import torch
 from oracles import tiny_batches, tiny_model, weights
 

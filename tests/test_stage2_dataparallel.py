@@ -1,3 +1,5 @@
+"""Stage 2 equals one device, on any number of devices of one process."""
+
 import threading
 
 import pytest

@@ -1,3 +1,5 @@
+"""Stage 3 equals one device: means by a server, of all dtypes, layers and groups."""
+
 import copy
 
 import pytest

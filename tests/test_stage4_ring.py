@@ -1,3 +1,5 @@
+"""Stage 4 equals one device: sums by a ring that sends exactly what the formula says."""
+
 from itertools import product
 
 import pytest

@@ -1,3 +1,5 @@
+"""Stage 5 equals one device and torch, and sends while the backward pass still runs."""
+
 import copy
 import pickle
 import threading

@@ -23,6 +23,7 @@ def net():
 
 
 def contrastive(outputs, targets):
+    """Compare each sample with all others, which a micro-batch does not have."""
     scores = normalize(outputs, dim=1) @ normalize(outputs.detach().flip(0), dim=1).T
     return cross_entropy(scores, torch.arange(len(outputs)))
 
@@ -43,11 +44,11 @@ def root(outputs, targets):
     return cross_entropy(outputs, targets).sqrt()
 
 
-def of_class(targets):
+def class_weight_of(targets):
     return CLASS_WEIGHTS[targets].sum()
 
 
-# (the loss, the targets, the micro-batches, the weights; whether a pipeline can do it)
+# A case is (loss, targets, number of micro-batches, weights, whether a pipeline can do it).
 CASES = {
     "plain": (cross_entropy, FULL, 4, len, True),
     "plain, uneven": (cross_entropy, FULL, 3, len, True),
@@ -59,7 +60,7 @@ CASES = {
     "a third padded, with weights": (padded, THIRD, 4, lambda t: (t != 1).sum(), True),
     "padded, with weights": (padded, PADDED, 4, lambda t: (t != 1).sum(), True),
     "class weights": (weighted, FULL, 4, len, False),
-    "class weights, with weights": (weighted, FULL, 4, of_class, True),
+    "class weights, with weights": (weighted, FULL, 4, class_weight_of, True),
     "summed": (summed, FULL, 4, len, False),
     "summed, with weights": (summed, FULL, 4, lambda _: 1, True),
     "contrastive": (contrastive, FULL, 4, len, False),
@@ -74,6 +75,7 @@ def batch():
 
 
 def outcome(case, schedule):
+    """Return "right", what is wrong with the loss or a gradient, or the words of the refusal."""
     loss, targets, microbatches, weights, _ = CASES[case]
     one = net()
     expected = loss(one(batch()), targets)
@@ -95,6 +97,7 @@ def outcome(case, schedule):
 
 
 def outcomes():
+    """Return the outcome of each case by each schedule."""
     told = {}
     for case in CASES:
         for schedule in (one_forward_one_backward, gpipe, zero_bubble):
@@ -112,7 +115,7 @@ def test_the_loss_is_the_whole_batchs_or_refused():
 
 
 def masked_later():
-    """The first batch has all targets, the second has not."""
+    """Take a step with all targets, and one in which some are left out."""
     stage = net()[:2] if dist.get_rank() == 0 else net()[2:]
     pipeline = Pipeline(stage, 2)
     losses = [pipeline.step(batch(), FULL)]

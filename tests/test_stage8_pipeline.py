@@ -94,7 +94,7 @@ def test_interleaved_and_split_schedules_shrink_the_bubble(ranks, microbatches):
 
 
 def test_messages_and_uneven_stages_take_their_time():
-    """One micro-batch there and back: every pass and every message is waited for."""
+    """One micro-batch goes there and back: every pass and every message is waited for."""
     times = {"forward": [1, 2, 3], "backward": [4, 5, 6], "message": [0.25, 0.5]}
     assert length_of(gpipe(3, 1), **times) == 21 + 2 * 0.75
     assert length_of(interleaved(1, 1, chunks=3), **times) == 21, "no message on one rank"

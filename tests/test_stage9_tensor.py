@@ -1,3 +1,5 @@
+"""Stage 9 equals one device on every mesh, and sends what the formula says."""
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -115,8 +117,8 @@ def traffic(tensor):
 
 @pytest.mark.parametrize("data, tensor", MESHES[:3])
 def test_bytes_are_those_of_the_formula(data, tensor):
-    """Two blocks, four all-reduces of activations in each, and one of the gradients of this rank's
-    slices.
+    """There are two blocks, four all-reduces of activations in each, and one of the gradients of
+    this rank's slices.
     """
     whole = sum(p.numel() * 8 for p in gpt().parameters())
     biases = 2 * (3 + 4) * 128 * 8

@@ -18,7 +18,7 @@ MODES = [
 ]
 BYTES = 1 << 20
 MESSAGE_SECONDS = BYTES * 8 / 80e6  # 0.105
-FASTER = 0.95  # a token bucket lets the first few kB of a message pass at once
+FASTER = 0.95  # A token bucket lets the first few kB of a message pass at once.
 
 
 def timed(function, argument):
@@ -42,7 +42,7 @@ def time_each():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_each_takes_as_long_as_its_formula(mode, world_size):
-    """Exactly in virtual time; over real sockets at least as long."""
+    """The time is exact in virtual time; over real sockets it is at least as long."""
     steps = world_size - 1
     expected = {"server": 2 * steps, "whole": steps, "ring": 2 * steps / world_size}
     link = Link("80Mbit", mode=mode)
@@ -52,4 +52,4 @@ def test_each_takes_as_long_as_its_formula(mode, world_size):
         if mode == "hosts":
             assert slowest >= FASTER * least, name
         else:
-            assert slowest == pytest.approx(least, rel=1e-5), name  # thirds of a tensor differ
+            assert slowest == pytest.approx(least, rel=1e-5), name  # Thirds of a tensor differ.

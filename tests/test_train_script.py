@@ -1,3 +1,5 @@
+"""The training script: every stage, and runs that are stopped, killed and resumed."""
+
 import os
 import signal
 import subprocess

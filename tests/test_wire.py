@@ -1,3 +1,5 @@
+"""The wire moves tensors between neighbours, and counts and reports what it moves."""
+
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

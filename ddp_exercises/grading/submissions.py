@@ -222,7 +222,7 @@ def copy_neighbours(place: Any, folder: Path) -> None:
 def read_submission(item: Item, owner: Owner) -> Submission:
     """Return a notebook as a submission.
 
-    Its `fault` says what is wrong with the notebook, if anything; nothing is raised.
+    A notebook that cannot be read raises nothing: the submission's `fault` says what is wrong.
     """
     work = Submission(**vars(owner), parts=item.parts, place=item.place)
     try:

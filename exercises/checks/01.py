@@ -1,4 +1,7 @@
-"""Exercise 1: one training step, accumulation, and the size of a gradient."""
+"""Exercise 1: one training step, accumulation, and the size of a gradient.
+
+A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
+"""
 
 import copy
 import weakref

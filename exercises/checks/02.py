@@ -1,4 +1,7 @@
-"""Exercise 2: scatter, reduce, and what passes through the master."""
+"""Exercise 2: scatter, reduce, and what passes through the master.
+
+A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
+"""
 
 from itertools import product
 
@@ -75,7 +78,7 @@ def replicas_of(seed, count, some_missing):
 
 
 def gradients(model):
-    """Return the copies of all gradients as a list, None where there is none."""
+    """Return copies of all gradients as a list, None where there is none."""
     return [copied_gradient(parameter) for parameter in model.parameters()]
 
 

@@ -1,4 +1,7 @@
-"""Exercise 3: the server's two loops, the average, and the time it takes."""
+"""Exercise 3: the server's two loops, the average, and the time it takes.
+
+A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
+"""
 
 import torch.distributed as dist
 

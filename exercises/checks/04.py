@@ -1,4 +1,7 @@
-"""Exercise 4: the ring, from the index of a chunk to an all-reduce of any shape."""
+"""Exercise 4: the ring, from the index of a chunk to an all-reduce of any shape.
+
+A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
+"""
 
 import math
 from contextlib import contextmanager
@@ -104,7 +107,7 @@ def draw_chunks(random):
     for size in (3, 4, 2):
         chunks = torch.arange(length).tensor_split(size)
         lengths[size] = [len(chunk) for chunk in chunks]
-    longest = 16  # This is the half of 31.
+    longest = 16  # Two ranks share at most 31 elements.
     values = [tensors(random, 4, longest, whole=True) for _ in range(4)]
     return {"lengths": lengths, "values": values}
 

@@ -2,6 +2,8 @@
 
 The evidence for "waiting" in 5.3 is time: the probe itself notes whether one event has happened
 before another.
+
+A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
 """
 
 import threading

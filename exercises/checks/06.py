@@ -1,5 +1,7 @@
 """Exercise 6: what a real DDP needs: no_sync, unused parameters, buffers, a hook that compresses,
 real scripts, a reducer, and replicas that part.
+
+A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
 """
 
 import os

@@ -1,6 +1,8 @@
 """Exercise 7: optimizer state split over the ranks, the memory that it saves, prefetch in little
 room, parameters that come and go, the norm of what no rank has, the smallest batch, and torch's
 own sharding over the two halves of a ring.
+
+A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
 """
 
 import time

@@ -1,4 +1,7 @@
-"""Exercise 8: pipeline schedules, their bubble, and the memory they need."""
+"""Exercise 8: pipeline schedules, their bubble, and the memory they need.
+
+A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
+"""
 
 import math
 from itertools import pairwise, product
@@ -243,7 +246,7 @@ def ticks(orders):
         schedule.append([instructions[kind](m, stage) for kind, m in order])
     try:
         return round(max(end for row in timetable(schedule) for _, _, end in row))
-    except ValueError:  # It has a deadlock.
+    except ValueError:  # This schedule has a deadlock.
         return math.inf
 
 

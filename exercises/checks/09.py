@@ -1,5 +1,7 @@
 """Exercise 9: slices of a gated MLP, the functions around split layers, the mesh, a plan for a
 machine, a split sequence, a split vocabulary.
+
+A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
 """
 
 import math

@@ -1,5 +1,7 @@
 """Exercise 10: a sampler with epochs, a learning-rate schedule, a mean over uneven shards, the
 largest rate, and a loss that weighs tokens alike.
+
+A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
 """
 
 import math
@@ -199,7 +201,7 @@ class LargestRate:
         require(different_words(sentence) >= 6, six)
         with_half = learns(rate / 2)
         yield "learns with half", "with half of your rate it learns", with_half
-        # Of a rate with which nothing is learned, twice as much says nothing.
+        # Where nothing is learned at a rate, twice that rate says nothing.
         is_largest = with_half and not learns(2 * rate)
         yield "not with twice", "it learns with half of your rate, and not with twice", is_largest
 

@@ -1,4 +1,7 @@
-"""Exercise 11: checkpoints that survive, a resume that is exact, who was to blame, other ranks."""
+"""Exercise 11: checkpoints that survive, a resume that is exact, who was to blame, other ranks.
+
+A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
+"""
 
 import copy
 import io

@@ -1,4 +1,7 @@
-"""Exercise 12: two levels, a prediction for more ranks, and why two nodes were no faster."""
+"""Exercise 12: two levels, a prediction for more ranks, and why two nodes were no faster.
+
+A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
+"""
 
 from itertools import product
 

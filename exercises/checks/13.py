@@ -1,5 +1,7 @@
 """Exercise 13: a table that is too good, units and protocols, plans for 1,536 GPUs, rows held
 out, a layer, and how far each way reaches.
+
+A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
 """
 
 from ddp_exercises.diagnosis import kind_of
@@ -125,8 +127,8 @@ class Plans:
     """16 bytes per parameter, shared by some ways or all; five reasons why a plan cannot be."""
 
     def draw(random):
-        # A plan has degrees of tensor, pipeline and data parallelism, and is sharded or not. Behind
-        # it stands the first thing that is wrong with it.
+        # A plan has degrees of tensor, pipeline and data parallelism, and is sharded or not. The
+        # word behind it names the first thing that is wrong with it.
         plans = [
             (8, 12, 16, False),  # nothing
             (1, 1, 1536, True),  # nothing

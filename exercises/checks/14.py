@@ -1,5 +1,7 @@
 """Exercise 14: send the largest, meet less often, find the hook that loses gradients, bet on a
 winner, and send eight bits.
+
+A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
 """
 
 from itertools import count
@@ -23,7 +25,7 @@ class Compress:
     def draw(random):
         cases = []
         for size, share in ((40, 0.1), (25, 0.2), (19, 0.14), (9, 0.01)):
-            cases.append((tensors(random, 5, size), share))  # five steps
+            cases.append((tensors(random, 5, size), share))  # A case has five steps.
         return {"cases": cases}
 
     def probe(compress, cases):
@@ -215,9 +217,10 @@ class Winner:
                 ripple = 0.01 * (step % 3)  # A loss does not fall in every step.
                 losses.append(2 + 3 * 2.718 ** (-rate * step) + ripple)
             if name == "top 1 %":
-                losses = [max(loss, TARGET) for loss in losses]  # It never falls below the target.
+                # This way's loss never falls below the target.
+                losses = [max(loss, TARGET) for loss in losses]
             ways[name] = {"losses": losses, "bytes": int(nbytes * random.uniform(0.9, 1.1))}
-        # This one never comes to the target.
+        # This way never comes to the target.
         losses = [5 - 0.02 * step for step in range(1, 61)]
         ways["far too coarse"] = {"losses": losses, "bytes": 1000}
         links = [1e6, 2e7, 1e8, 1e9, 1e11, 5e6, 5e8]

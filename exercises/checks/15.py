@@ -1,5 +1,7 @@
 """Exercise 15: what the capstone's runs wrote, and which of them explain the gap between prediction
 and measurement.
+
+A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
 """
 
 import hashlib

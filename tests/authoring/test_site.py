@@ -362,8 +362,8 @@ def test_the_table_of_the_comparison_is_not_broken_inside_words(site, offline):
 @pytest.mark.browser
 @pytest.mark.slow
 def test_the_first_page_sells_the_course_in_one_screen(site, offline):
-    """Figure, ways to start and all rungs at once; on a phone nothing of the ladder is cut off or
-    tiny.
+    """One screen shows the figure, ways to start and all rungs; on a phone nothing of the ladder is
+    cut off or tiny.
     """
     offline.set_viewport_size({"width": 1400, "height": 900})
     offline.goto((site / "index.html").as_uri())

@@ -50,6 +50,6 @@ def test_nothing_disturbs_a_bit(way):
 @pytest.mark.weekly
 @pytest.mark.skipif(links.available()["hosts"], reason="needs virtual hosts")
 def test_real_time_on_virtual_hosts_is_virtual_time():
-    """On a quiet machine: real sockets, and devices that sleep."""
+    """The machine must be quiet: sockets are real, and devices sleep."""
     for promise in virtual_time.hosts(None).promises:
         assert promise.kept, promise

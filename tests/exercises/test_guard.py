@@ -227,9 +227,7 @@ def test_slow_cells_have_one_deadline_and_leave_the_rest_time(tmp_path):
 
 
 def test_where_the_courses_own_cells_take_long_the_learners_slow_ones_are_left_out(tmp_path):
-    """As on a busy machine, where the import took so long that it was left out, and no check was
-    there.
-    """
+    """On a busy machine the import took so long that it was left out, and no check was there."""
     given = EXERCISES[1].given
     imports = f"import time; time.sleep(4)\n{given['imports']}"
     exercises = {1: EXERCISES[1]._replace(given=given | {"imports": imports})}
@@ -249,9 +247,7 @@ WAITING = {
 
 
 def test_cells_and_answers_that_wait_have_one_deadline_together(tmp_path, monkeypatch):
-    """Also those who wait for ever are each told their line; one of them that is right would be
-    told so.
-    """
+    """Each that waits for ever is told its line, and one of them that is right would be told so."""
     monkeypatch.setattr(grader, "SLOWER", 0.0)  # On a busy machine they would have longer.
     judge = grader.Judge(3)
     for task in of_exercise(1):

@@ -466,7 +466,7 @@ KERNELS = {  # What these write into a notebook names an environment of the lear
 
 @pytest.mark.slow
 def test_nbval_runs_a_notebook_of_another_environment_as_the_guide_says(tmp_path):
-    """The kernel that it asks for is not here; without the option each cell fails."""
+    """The kernel that the notebook asks for is not here; without the option each cell fails."""
     guide = (ROOT / "docs/GRADING.md").read_text()
     (options, path) = re.search(r"`pytest (.*--nbval-current-env) (\S+\.ipynb)`", guide).groups()
     notebook = solved()

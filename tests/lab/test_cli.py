@@ -1,3 +1,5 @@
+"""The command line: help, suggestions, exit codes, and one line for bad input."""
+
 import json
 import os
 import signal

@@ -55,7 +55,7 @@ def torchrun(folder, *program):
         "--nproc-per-node=2",
         *program,
     ]
-    environ = {**os.environ, "TMPDIR": str(folder)}  # a killed torchrun cannot tidy up
+    environ = {**os.environ, "TMPDIR": str(folder)}  # A killed torchrun cannot tidy up.
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ, cwd=folder
     )

@@ -10,8 +10,8 @@ import pytest
 
 import manyranks
 
-INSTALLED = Path(manyranks.__file__).parent  # as it is imported here
-HOME = Path(__file__).parents[2] / "manyranks"  # its sources
+INSTALLED = Path(manyranks.__file__).parent  # The library is imported from here.
+HOME = Path(__file__).parents[2] / "manyranks"  # Its sources are here.
 ALONE = Path(__file__).parents[1] / "support" / "alone"
 README = (HOME / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)

@@ -48,6 +48,6 @@ def test_the_model_chooses_better_than_a_blind_choice():
 
 
 def test_the_score_falls_where_the_model_prefers_what_is_slow(monkeypatch):
-    """The control: a model that thinks that recomputing costs less than nothing."""
+    """As a control, the model thinks that recomputing costs less than nothing."""
     monkeypatch.setattr(plans, "tokens_per_s", lambda run, seconds: run.recompute)
     assert plans.score().kept < 0.9

@@ -76,7 +76,7 @@ def test_no_fit_sees_the_runs_on_1536_gpus(monkeypatch):
 
 
 def test_runs_of_today_need_their_terms():
-    """The control: without attention's own rate the errors are twice as large."""
+    """As a control, the errors are twice as large without attention's own rate."""
     pairs = predictions.today()
     values = frozen.constants()
     honest = median(abs(predictions.misses(pairs, values)))
@@ -85,7 +85,7 @@ def test_runs_of_today_need_their_terms():
 
 
 def test_the_committed_scoreboard_is_that_of_the_models():
-    """To write it anew: make bench ARGS=predictions."""
+    """`make bench ARGS=predictions` writes the committed one anew."""
     committed = scoreboard.scoreboard()
     for old, new in zip(committed, tables_anew.scoreboard(), strict=True):
         assert old.name == new.name and old.fitted == new.fitted

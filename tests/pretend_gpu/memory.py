@@ -17,8 +17,9 @@ MOST_USES = 64  # A block remembers so many uses.
 used = Counter()
 peak = Counter()
 noted = Counter()
-blocks = weakref.WeakValueDictionary()  # by the address of torch's own record of the storage
-freed = defaultdict(list)  # by the stream whose pool it is in: memory whose uses may not be over
+blocks = weakref.WeakValueDictionary()  # The key is the address of torch's own record.
+# Memory whose uses may not be over is listed by the stream whose pool it is in.
+freed = defaultdict(list)
 
 
 class Use(NamedTuple):

@@ -5,7 +5,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_open = {}  # the log's file descriptor; forked processes share it, and each write is appended whole
+# The log's file descriptor: forked processes share it, and each write is appended whole.
+_open = {}
 
 
 def note(kind, what):
@@ -43,7 +44,7 @@ class Findings:
 
 
 def read(path):
-    """Read a log; one that is not there has nothing in it."""
+    """Return the findings in a log; one that is not there has none."""
     found = Findings()
     own = {}
     contexts = defaultdict(list)

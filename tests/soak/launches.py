@@ -58,9 +58,7 @@ def main():
     seconds = defaultdict(list)
     wrong = []
     before = None
-    handlers = [
-        signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
-    ]
+    handlers = signal_handlers()
     for done in range(options.count):
         if done == min(WARM_UP, options.count // 2):
             before = measure()
@@ -69,20 +67,27 @@ def main():
         begin = time.monotonic()
         error, message = attempt(fault, world_size, names, chance)
         seconds[fault.name].append(time.monotonic() - begin)
-        if error != fault.error or not re.search(
-            fault.pattern.replace("{culprit}", str(world_size - 1)), message
-        ):
+        if not is_expected(error, message, fault, world_size):
             wrong.append(
                 f"launch {done}: {fault.name} at world size {world_size} gave {error}: {message}"
             )
     after = measure()
     wrong += left_behind(before, after)
-    if handlers != [
-        signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
-    ]:
+    if handlers != signal_handlers():
         wrong.append("signal handlers have changed")
     report(options.count, seconds, before, after, wrong)
     return 1 if wrong else 0
+
+
+def signal_handlers():
+    """Return what this process does on the signals that a launch handles."""
+    return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]
+
+
+def is_expected(error, message, fault, world_size):
+    """Return whether a launch with a fault has raised the error of the table."""
+    pattern = fault.pattern.replace("{culprit}", str(world_size - 1))
+    return error == fault.error and re.search(pattern, message) is not None
 
 
 def attempt(fault, world_size, names, chance):

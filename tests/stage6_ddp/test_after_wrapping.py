@@ -47,44 +47,54 @@ class LowRankLayer(nn.Module):
 
 
 def assign(model, _):
+    """Load other weights, which take the places of the parameters."""
     model.load_state_dict({k: v + 0.1 for k, v in net().state_dict().items()}, assign=True)
 
 
 def other_weight(model, _):
+    """Put another parameter in the place of a weight."""
     model[2].weight = nn.Parameter(model[2].weight.detach() + 0.1)
 
 
 def other_layer(model, _):
+    """Put a copy in the place of a layer."""
     model[2] = copy.deepcopy(model[2])
 
 
 def layer_more(model, _):
+    """Append a layer."""
     model.append(nn.Linear(4, 4).double())
 
 
 def layer_less(model, _):
+    """Remove a layer and the activation before it."""
     del model[3:5]
 
 
 def adapter(model, _):
+    """Wrap a layer with a low-rank adapter, and freeze it."""
     model[2] = LowRankLayer(model[2])
 
 
 def weight_norm(model, _):
+    """Normalise a weight by a parametrization, which makes two parameters of it."""
     parametrizations.weight_norm(model[2])
 
 
 def weight_norm_of_old(model, _):
+    """Normalise a weight by the older function, whose names are others."""
     torch.nn.utils.weight_norm(model[2])
 
 
 def tied(model, _):
+    """Share one bias between two layers, beside a new weight."""
     model[4].bias = model[4].bias
     model[2].weight = nn.Parameter(model[2].weight.detach())
     model[2].bias = model[0].bias
 
 
 def swapped(model, _):
+    """Swap a weight for another tensor by torch, which keeps the object."""
     other = nn.Parameter(model[2].weight.detach() + 0.1)
     torch.utils.swap_tensors(model[2].weight, other)
 
@@ -103,6 +113,7 @@ def other_weight_on_one_rank(model, wrapper):
 
 
 def emptied(model, _):
+    """Give the model new memory, and load other weights into it."""
     model.to_empty(device="cpu")
     model.load_state_dict({k: v + 0.1 for k, v in net().state_dict().items()})
 
@@ -112,14 +123,17 @@ def compiled(model, wrapper):
 
 
 def called_by_hand(model, wrapper):
+    """Call the model past the wrapper's own forward pass."""
     wrapper.forward = lambda x: model(x)
 
 
 def part_called_by_hand(model, wrapper):
+    """Call the layers one by one, past the wrapper's own forward pass."""
     wrapper.forward = lambda x: model[4](model[3](model[2](model[1](model[0](x)))))
 
 
 def other_data(model, _):
+    """Give each parameter another tensor as its data."""
     for parameter in model.parameters():
         parameter.data = parameter.data + 0.1
 
@@ -145,6 +159,7 @@ def parametrized(model, _):
 
 
 def all_frozen_and_unfrozen(model, wrapper):
+    """Freeze all for a pass of which only the inputs get a gradient, and undo that."""
     wanted = [parameter.requires_grad for parameter in model.parameters()]
     model.requires_grad_(False)
     given = share().requires_grad_()
@@ -154,7 +169,7 @@ def all_frozen_and_unfrozen(model, wrapper):
         parameter.requires_grad_(each)
 
 
-# {the change: the name in the refusal; None is a change that is followed}
+# A change is refused by this name, or followed if there is None.
 CHANGES = {
     assign: "0.weight",
     other_weight: "2.weight",

@@ -44,7 +44,7 @@ def changed():
 
 
 def test_a_weight_that_a_static_graph_has_not_used_before_is_named():
-    """Its gradient would be this rank's own."""
+    """The weight's gradient would be this rank's own."""
     with pytest.raises(
         RankError, match=r"training graph has changed in this iteration.* It is layers.c.weight"
     ):
@@ -90,7 +90,9 @@ def without_data(settings, names):
 
 @pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}])
 def test_a_rank_may_have_no_data_at_all(settings):
-    """It learns the buckets' order as the others do, and what nobody uses has no gradient."""
+    """Such a rank learns the buckets' order as the others do, and what nobody uses has no
+    gradient.
+    """
     names = "ab" if "find_unused_parameters" in settings else "abc"
     (one, three), (a, b, c) = launch(without_data, settings, names, world_size=2, timeout=60)[0]
     assert one == [1.5]

@@ -34,24 +34,35 @@ def shares(sizes, shape, step, offset=100.0):
     return whole.split(list(sizes))
 
 
+def layer_pair(shape, settings, layer_class):
+    """Return a layer and an ordinary BatchNorm in float64 with the same weights."""
+    batch_norm = getattr(torch.nn, f"BatchNorm{max(1, len(shape) - 1)}d")
+    mine = layer_class(6, **settings)
+    whole = batch_norm(6, **settings).double()
+    if mine.affine:
+        generator = torch.Generator().manual_seed(1)
+        torch.nn.init.uniform_(mine.weight, 0.5, 2.0, generator=generator)
+        mine.bias.data.fill_(0.3)
+        whole.load_state_dict(mine.state_dict())
+    return mine, whole
+
+
+def largest_error(pairs):
+    """Return the largest |found - expected| / (1 + |expected|) of all elements of the pairs."""
+    errors = []
+    for found, expected in pairs:
+        if found.numel():
+            error = (found.double() - expected.double()).abs() / (1 + expected.double().abs())
+            errors.append(error.max().item())
+    return max(errors)
+
+
 def against_batch_norm(sizes, shape, settings, layer_class=SyncBatchNorm):
     """Return the largest error of the layer's outputs, gradients and buffers on the ranks, beside
     those of BatchNorm in float64 on the whole batch.
     """
-    sizes, kind = (
-        sizes[: dist.get_world_size()],
-        getattr(torch.nn, f"BatchNorm{max(1, len(shape) - 1)}d"),
-    )
-    mine = layer_class(6, **settings)
-    whole = kind(6, **settings).double()
-    for layer in (mine, whole):
-        if layer.affine:
-            torch.nn.init.uniform_(
-                layer.weight, 0.5, 2.0, generator=torch.Generator().manual_seed(1)
-            )
-            layer.bias.data.fill_(0.3)
-    if whole.affine:
-        whole.weight.data.copy_(mine.weight.data)
+    sizes = sizes[: dist.get_world_size()]
+    mine, whole = layer_pair(shape, settings, layer_class)
     errors = []
     for step in range(3):
         inputs = shares(sizes, shape, step)
@@ -64,21 +75,15 @@ def against_batch_norm(sizes, shape, settings, layer_class=SyncBatchNorm):
         whole.zero_grad()
         (out * slope[dist.get_rank()]).sum().backward()
         (expected * torch.cat(slope).double()).sum().backward()
-        here = [
-            expected.split(sizes)[dist.get_rank()],
-            reference.grad.split(sizes)[dist.get_rank()],
-        ]
-        pairs = list(zip((out, x.grad), here, strict=True))
+        expected_here = expected.split(sizes)[dist.get_rank()]
+        gradient_here = reference.grad.split(sizes)[dist.get_rank()]
+        pairs = [(out, expected_here), (x.grad, gradient_here)]
         if mine.affine:
             dist.all_reduce(mine.weight.grad)
             dist.all_reduce(mine.bias.grad)
             pairs += [(mine.weight.grad, whole.weight.grad), (mine.bias.grad, whole.bias.grad)]
-        pairs += list(zip(mine.buffers(), whole.buffers(), strict=True))
-        errors += [
-            ((a.double() - b.double()).abs() / (1 + b.double().abs())).max().item()
-            for a, b in pairs
-            if a.numel()
-        ]
+        pairs += zip(mine.buffers(), whole.buffers(), strict=True)
+        errors.append(largest_error(pairs))
     return max(errors)
 
 

@@ -6,7 +6,7 @@ from ddp_course.stage6_ddp.unused import behind_entrance, used_by
 
 
 def test_each_node_is_met_once():
-    """A graph with more ways through it than could ever be walked."""
+    """The graph has more ways through it than could ever be walked."""
     weight = torch.nn.Parameter(torch.ones(1))
     other = torch.nn.Parameter(torch.ones(1))
     total = weight

@@ -1,3 +1,5 @@
+"""Stage 7 trains what one device trains, to the bit, with the bytes and memory of the theory."""
+
 import ctypes
 import gc
 import warnings

@@ -1,3 +1,5 @@
+"""`compare` gives the same weights, bytes as the formulas say, and times as their ideals."""
+
 import argparse
 import errno
 import json
@@ -232,7 +234,7 @@ class NotSlowed(Link):
 
 
 def test_a_link_that_is_not_slowed_is_found_out():
-    """The negative control of `step_ms == ideal_ms`."""
+    """This is the negative control of `step_ms == ideal_ms`."""
     ring = compared("1,4", NotSlowed("100Mbit")).stages[1]
     assert ring.step_ms < 0.95 * ring.ideal_ms
 
@@ -254,7 +256,7 @@ def test_the_complete_class_hides_as_much_as_torchs(on_devices):
 
 
 def test_a_span_that_is_missing_shows(on_devices):
-    """The negative control."""
+    """This is the negative control of the test that spans fill a step."""
     stages = []
     for stage in on_devices.stages:
         lanes = [sorted(lane, key=lambda span: span[1] - span[2])[1:] for lane in stage.timeline]

@@ -1,3 +1,5 @@
+"""`doctor` names what is here, what is missing, and what to do about it."""
+
 import re
 import subprocess
 import sys
@@ -55,7 +57,7 @@ def test_a_missing_package_is_fatal_and_says_what_to_do(capsys, monkeypatch):
 
 
 def test_a_hub_of_one_core_and_little_memory_says_what_to_set(capsys, monkeypatch):
-    """It is a hint, not the end."""
+    """The sentence is a hint, and the doctor goes on."""
     monkeypatch.setattr(linux, "free_memory", lambda: 3 << 29)
     monkeypatch.setattr(linux, "processor_share", lambda: 1.0)
     monkeypatch.setattr(doctor, "NEEDED_GIB", 2)

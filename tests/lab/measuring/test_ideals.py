@@ -62,7 +62,7 @@ def test_fully_sharded_takes_its_compute_or_its_traffic_or_something_in_between(
 
 
 def test_prefetch_hides_gathers_but_for_the_first_of_each_pass():
-    """Three equal blocks whose gathers and sums take as long as a forward pass, 1."""
+    """There are three equal blocks, whose gathers and sums take as long as a forward pass, 1."""
     events = [(0.0, "forward", 0), (1.0, "forward", 1), (2.0, "forward", 2)]
     events += [
         (3.0, "backward", 2),

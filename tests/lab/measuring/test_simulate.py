@@ -182,8 +182,8 @@ def test_resnets_have_their_published_sizes():
 
 
 def test_gloo_and_nccl_are_different_algorithms():
-    """Control: each library's times are missed by far with the other's algorithm, fitted in the
-    same way.
+    """As a control, each library's times are missed by far with the other's algorithm, fitted in
+    the same way.
     """
     for library, other, bound in (("gloo", "nccl", 0.10), ("nccl", "gloo", 0.05)):
         table = [

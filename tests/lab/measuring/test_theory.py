@@ -16,7 +16,7 @@ bytes_strategy = st.floats(1, 1e9)
 
 
 def test_textbook_numbers():
-    """Hand-calculated: 8 MB over 4 ranks, 1 ms, 100 MB/s."""
+    """The numbers are calculated by hand for 8 MB over 4 ranks, 1 ms and 100 MB/s."""
     expected = {
         "parameter_server": 6 * (0.001 + 0.08),
         "whole_gradient_ring": 3 * (0.001 + 0.08),

@@ -1,3 +1,5 @@
+"""The timeline tells what each rank did, and how much communication the backward pass hid."""
+
 import time
 from itertools import pairwise
 

@@ -1,3 +1,5 @@
+"""Traces of torch's profiler are read by steps: a published one, and small ones made here."""
+
 import gzip
 import json
 import statistics

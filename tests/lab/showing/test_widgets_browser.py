@@ -146,7 +146,7 @@ def has_names(cells):
 @pytest.mark.browser
 @pytest.mark.parametrize("theme", ["Light", "Dark"])
 def test_on_a_phone_titles_stand_above_sliders_and_all_text_can_be_read(lab, theme):
-    """After the test above, which has run and saved the notebook."""
+    """The test above has run and saved the notebook."""
     url, folder = lab
     choose_theme(folder, theme)
     with running_browser() as browser, fresh_page(browser, width=390) as page:
@@ -181,7 +181,7 @@ def test_on_a_phone_titles_stand_above_sliders_and_all_text_can_be_read(lab, the
 
 @pytest.mark.browser
 def test_with_a_new_kernel_an_explorer_is_a_picture_that_says_how_to_wake_it(lab):
-    """After the tests above: the notebook is saved with its widgets."""
+    """The tests above have saved the notebook with its widgets."""
     url, _ = lab
     with running_browser() as browser, fresh_page(browser) as page:
         page.goto(url.replace("notebooks/00_start_here", "widgets"))

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from manyranks import clocks
 
-# torch 2.13 renamed it.
+# torch 2.13 renamed this function.
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 WIDTH = 8  # A row of N is multiplied by a matrix of WIDTH x WIDTH.
 COLLECTIVES = (

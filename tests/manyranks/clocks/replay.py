@@ -38,7 +38,7 @@ class Message:
         self.key = key
         self.nbytes = nbytes
         self.posts = 0
-        self.value = 0  # This is what it carries.
+        self.value = 0  # The message carries this.
         self.booked = clock.event()
         self.ends = None
 
@@ -67,7 +67,7 @@ class Replay:
         self.wrong = wrong
         self.clock = simpy.Environment(initial_time=0)
         self.moments: dict = {thread: [] for thread in steps}
-        self.values: dict = {thread: [] for thread in steps}  # This is what arrived.
+        self.values: dict = {thread: [] for thread in steps}  # These values arrived.
         self.alive = {thread for thread in steps if thread[1] == 0}
         self.way_out: dict = defaultdict(int)
         self.way_in: dict = self.way_out if wrong == "one way" else defaultdict(int)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from manyranks import Link, clocks, launch
 from manyranks.clocks.table import real_sleep
 
-LINK = Link("8Mbit", latency="1ms")  # a byte takes a microsecond
-MS = 10**9  # this is a millisecond in picoseconds
+LINK = Link("8Mbit", latency="1ms")  # A byte takes a microsecond.
+MS = 10**9  # A millisecond has so many picoseconds.
 
 
 def a_message():
@@ -48,7 +48,7 @@ def two_threads_from_any():
     rank = dist.get_rank()
     if rank:
         clocks.advance(0.01 * rank)
-        real_sleep(0.3)  # both threads wait before anything is posted
+        real_sleep(0.3)  # Both threads wait before anything is posted.
         dist.send(torch.zeros(1), 0, tag=rank)
         return None
     sources = {}

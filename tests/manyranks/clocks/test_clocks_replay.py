@@ -96,7 +96,7 @@ def differs(setting: Setting, steps: dict, wrong: str) -> bool:
 
 
 def test_a_message_takes_what_the_formula_says():
-    """Two messages by hand, so that the replay itself is held against something."""
+    """Two messages are worked out by hand, so that the replay itself is held against something."""
     setting = Setting(2, 1e9, 1e-6, None, 128e6, ((0, 1),))
     steps = {
         (0, 0): [("compute", 3), ("send", 1, 125, 0, 0), ("send", 1, 125, 0, 0)],

@@ -148,7 +148,7 @@ def test_a_rank_that_was_told_of_the_deadlock_before_is_named_by_those_told_late
     table = Table([0, 1])
     late = Clock(table, table.own_threads()[0], 0)
     table.places[late.slot].state = BLOCKED
-    table.places[table.threads_per_rank].state = FREE  # rank 1 has raised the error, and ended
+    table.places[table.threads_per_rank].state = FREE  # Rank 1 has raised the error, and ended.
     earlier = Wait(1, Awaited("thread"), 0.5, "cell", 3, "lock.acquire()")
     table.waits[1] = stalls.packed(earlier)
     error = stalls.deadlock(late, Awaited("thread"))
@@ -232,7 +232,7 @@ def test_every_launch_that_failed_is_a_launch_error(program, settings, kind):
 
 def one_spins():
     if dist.get_rank() == 0:
-        end = time.time() + 5  # this clock is the real one
+        end = time.time() + 5  # This clock is the real one.
         while time.time() < end:
             pass
     dist.barrier()

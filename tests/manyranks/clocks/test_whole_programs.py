@@ -24,7 +24,7 @@ from manyranks.clocks import clock
 from manyranks.clocks.table import MOST_GROUPS, real_sleep
 from manyranks.errors import DeadlockError
 
-LINK = Link("8Mbit", latency="1ms")  # a byte takes a microsecond
+LINK = Link("8Mbit", latency="1ms")  # A byte takes a microsecond.
 
 
 def run_all(programs):

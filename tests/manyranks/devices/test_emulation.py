@@ -141,7 +141,7 @@ def test_full_speed_ends_the_time_and_not_the_results():
     assert emulated.busy_s == pytest.approx(two.busy_s) and torch.equal(
         weights(model), weights(plain)
     )
-    full_speed()  # without an emulation there is nothing to end
+    full_speed()  # Without an emulation there is nothing to end.
 
 
 def test_nothing_is_left_behind_even_after_an_exception():

@@ -13,7 +13,7 @@ from manyranks.devices import rank_device
 from manyranks.devices.placement import BOTH, backend_for, gpu_identity, placement
 from manyranks.joining.join import common_backend
 
-module = sys.modules["manyranks.devices.placement"]  # its function has the same name
+module = sys.modules["manyranks.devices.placement"]  # The package has a function of the same name.
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_ranks_on_the_cpu_see_no_gpu():
     "identities, backend",
     [
         (["a/1", "a/2", "b/1"], BOTH),
-        (["a/1", "a/1"], "gloo"),  # two ranks on one GPU, whatever they call it
+        (["a/1", "a/1"], "gloo"),  # Two ranks are on one GPU, whatever they call it.
         (["a/1", "cpu"], "gloo"),
         (["cpu"], "gloo"),
     ],

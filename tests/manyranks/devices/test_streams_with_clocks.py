@@ -126,7 +126,7 @@ def host_and_device():
     parameter = nn.Parameter(torch.ones(()))
     parameter.grad = torch.ones(())
     left @ left
-    torch.optim.AdamW([parameter], foreach=False).step()  # It reads its count of steps.
+    torch.optim.AdamW([parameter], foreach=False).step()  # The optimizer reads its count of steps.
     note()
     left.tolist()
     note()

@@ -69,7 +69,7 @@ BREAKPOINT = "breakpoint() cannot be used in a rank: nobody can type there: afte
 TWICE = "launch has brought the process group up already"
 UNREADABLE = "its result cannot be read here: EOFError: Ran out of input"
 SEGMENT = 'File "<cell>", line 4, in fault\n    ctypes.string_at(0)'
-REPORTED = {  # what the caller hears of the culprit, rank 2, in each fault of the table
+REPORTED = {  # The caller hears this of the culprit, rank 2, in each fault.
     "exception": raises("IndexError", "index 7 is out of bounds", traceback=NUMPY),
     "killed in forward": Ended(2, -9, "", 1.0),
     "killed in all-reduce": Ended(2, -9, "", 1.4),
@@ -116,7 +116,7 @@ def test_the_culprit_is_named_first(name):
 
 @pytest.mark.parametrize("name", sorted(TIMED_OUT))
 def test_ranks_that_do_not_answer_run_out_of_time(name):
-    """Nothing is heard of the culprit; of a rank that returned, that."""
+    """Nothing is heard of a culprit but, if it has returned, its result."""
     returned = [(1.0, Returned(2, None))] if "returned" in name else []
     ending, now = play(up(*returned), timeout=5.0)
     assert ending == TimedOut() and now == pytest.approx(5.0, abs=0.1)

@@ -81,7 +81,7 @@ def rank_with_dynamo():
 def test_what_optimizers_load_is_loaded_once_and_not_in_every_rank(
     monkeypatch, caller_has_it, options
 ):
-    """The server loads it before its second launch.
+    """The server loads such modules before the second launch.
 
     It does so before the first if the caller has made an optimizer; if the ranks are known to
     compute, the agent does.
@@ -348,7 +348,7 @@ def test_a_server_that_was_killed_or_left_idle_is_replaced(monkeypatch):
     psutil.Process(killed).wait(30)
     monkeypatch.setenv("MANYRANKS_IDLE", "1")
     idle = pid_of_server()
-    with suppress(psutil.NoSuchProcess):  # it may have ended already
+    with suppress(psutil.NoSuchProcess):  # The process may have ended already.
         psutil.Process(idle).wait(30)
     monkeypatch.setenv("MANYRANKS_IDLE", "900")
     assert len({killed, idle, pid_of_server()}) == 3
@@ -452,7 +452,7 @@ def test_interrupted_script_leaves_nothing():
 
 
 def test_a_process_in_a_session_of_its_own_ends_with_its_launch():
-    """So it does after its rank has gone, with a child of its own; other launches go on."""
+    """The process ends after its rank has gone, with a child of its own; other launches go on."""
     source = (
         "import os, subprocess, sys; print(os.getpid(), subprocess.Popen(['sleep', '300']).pid,"
         " flush=True)"

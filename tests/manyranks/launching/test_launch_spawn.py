@@ -41,7 +41,7 @@ def children():
 
 
 def test_virtual_time_between_new_processes():
-    """The same bookings as between forked ranks: a ring of 2 sends each half once, twice over."""
+    """Bookings are those between forked ranks: a ring of 2 sends each half once, twice over."""
 
     def ring():
         tensor = torch.ones(250_000)
@@ -72,7 +72,7 @@ def test_an_environment_that_no_new_program_can_have_reaches_the_ranks(monkeypat
 
 
 def test_ranks_end_with_a_caller_that_was_killed():
-    """Server, agent and ranks; what a rank has started goes with them."""
+    """Server, agent and ranks end, and what a rank has started goes with them."""
     source = (
         "import os, signal, subprocess, time\nimport torch.distributed as dist\nfrom manyranks"
         " import launch\ndef rank(caller):\n    print(os.getpid(), subprocess.Popen(['sleep',"

@@ -28,7 +28,7 @@ unsendable = (n for n in range(3))
 
 @contextmanager
 def starting_by(method):
-    """Kernels that are started now launch their ranks in this way."""
+    """Have kernels that are started within this block launch their ranks by `method`."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("MANYRANKS_START", method)
         yield
@@ -84,7 +84,7 @@ def test_mistakes_are_told(kernel, cell, error, words):
     assert words in output.message + output.stderr
 
 
-CELLS = [  # cells that run one after the other, and what they show, or a word of their error
+CELLS = [  # Cells run one after the other; each has what it shows, or a word of its error.
     ("rate = 5", ""),
     (
         "%%ranks 2\nx = torch.ones(1) * rank\nx.item(), rate",
@@ -132,9 +132,5 @@ def test_nbval_accepts_the_magic_and_the_progress_bar(tmp_path):
     assert ended.returncode == 0, ended.stdout
     notebook.cells[2].outputs[0]["data"]["text/plain"] = "tensor(34)"
     nbformat.write(notebook, tmp_path / "magic.ipynb")
-    assert (
-        subprocess.run(
-            nbval, capture_output=True, cwd=tmp_path, timeout=180, check=False
-        ).returncode
-        != 0
-    )
+    ended = subprocess.run(nbval, capture_output=True, cwd=tmp_path, timeout=180, check=False)
+    assert ended.returncode != 0

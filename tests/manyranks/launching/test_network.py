@@ -107,7 +107,7 @@ def test_where_namespaces_are_forbidden_private_is_refused_and_auto_works(tmp_pa
     ],
 )
 def test_another_user_of_the_machine_does_not_get_in(tmp_path, way, reached, outcome):
-    """He connects to whatever listens. An open launch shows that he would find it.
+    """The other user connects to whatever listens, as an open launch shows.
 
     On a busy machine he may come too late for a launch, so there are many.
     """

@@ -22,13 +22,14 @@ def call(sequence, members=ALL, begin=0.0, end=0.0):
 @pytest.mark.parametrize(
     "calls, missed",
     [
-        (  # a rank is a call behind
+        (  # A rank is a call behind.
             {0: [call(1, end=1.0), call(2)], 1: [call(1, end=1.0)], 2: [call(1, end=1.0), call(2)]},
             ("all, call 2", [0, 2], [1]),
         ),
-        ({0: [call(1)], 2: [call(1)]}, ("all, call 1", [0, 2], [1])),  # rank 1 never entered any
-        ({0: [call(1, PAIR)], 1: []}, ("all, call 1", [0], [1])),  # only members of the group count
-        # rank 0 waits for rank 1 in a pair, which waits for rank 2 in the whole group
+        ({0: [call(1)], 2: [call(1)]}, ("all, call 1", [0, 2], [1])),  # Rank 1 never entered any.
+        # Only members of the group count.
+        ({0: [call(1, PAIR)], 1: []}, ("all, call 1", [0], [1])),
+        # Rank 0 waits for rank 1 in a pair, which waits for rank 2 in the whole group
         ({0: [call(1, PAIR, begin=1)], 1: [call(1, begin=2)], 2: []}, ("all, call 1", [1], [2])),
         ({rank: [call(1)] for rank in ALL}, None),
         ({rank: [call(1, end=1.0)] for rank in ALL}, None),

@@ -29,7 +29,7 @@ MODES = [
 BANDWIDTH = "80Mbit"
 BYTES = 1 << 20
 MESSAGE_SECONDS = BYTES * 8 / 80e6  # 0.105
-FASTER = 0.95  # a token bucket lets the first few kB of a message pass at once
+FASTER = 0.95  # A token bucket lets the first few kB of a message pass at once.
 
 
 # What is accepted and what is refused
@@ -126,7 +126,7 @@ def time_everything():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_everything_takes_as_long_as_the_formula(mode, world_size):
-    """Exactly in virtual time; over real sockets at least as long."""
+    """The time is exact in virtual time; over real sockets it is at least as long."""
     steps = world_size - 1
     expected = {"to all": steps, "exchange": 1}
     expected |= {"ring": 2 * steps / world_size, "torch": 2 * steps / world_size}
@@ -137,7 +137,7 @@ def test_everything_takes_as_long_as_the_formula(mode, world_size):
         if mode == "hosts":
             assert slowest >= FASTER * least, name
         else:
-            assert slowest == pytest.approx(least, rel=1e-5), name  # thirds of a tensor differ
+            assert slowest == pytest.approx(least, rel=1e-5), name  # Thirds of a tensor differ.
 
 
 def to_and_fro():

@@ -55,7 +55,7 @@ def stay(folder):
 
 
 def wait_for(condition, seconds=60):
-    """Wait until `condition()`; False if it does not come true in time."""
+    """Wait until `condition()` holds; return False if it does not come true in time."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.05)
@@ -180,12 +180,9 @@ def python_of_nobody(options):
     probe = f"open({str(Path(__file__))!r}); import torch, pyroute2, manyranks"
     for python in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
         with contextlib.suppress(OSError):
-            if (
-                subprocess.run(
-                    [python, "-c", probe], capture_output=True, check=False, **options
-                ).returncode
-                == 0
-            ):
+            command = [python, "-c", probe]
+            ended = subprocess.run(command, capture_output=True, check=False, **options)
+            if ended.returncode == 0:
                 return python
     return None
 

@@ -236,7 +236,9 @@ def test_spans_worked_out_by_hand():
 
 
 def test_the_parts_of_a_step_worked_out_by_hand():
-    """Two ranks; of the second step rank 0 computes 4 us of 10, sends 5, of which 2 are hidden."""
+    """In the second step of two ranks rank 0 computes for 4 us of 10, and sends for 5, of which 2
+    are hidden.
+    """
     us = 1_000_000
     line = ("train.py", 3, "loss.backward()")
     told = Told(steps=[10 * us, 20 * us], busy={0: [[10 * us, 14 * us]]}, made_group=True)
