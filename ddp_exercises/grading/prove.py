@@ -26,8 +26,8 @@ NO_CODE = ("#", '"')  # A line that begins so is a comment, or the text below a 
 RIGHT = "correct"
 # Whoever knows Python foresees an error without knowing the task.
 RAISED = "your code raised"
-# Inputs are not all told, so nobody can work such numbers out.
-NUMBERS = re.compile(r"[-+]?\d[\d.,]*(?=.*was expected)|\(yours: .*\)")
+# Choices differ in words: a fault spoils several ranks, and which is told first may change.
+NUMBERS = re.compile(r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?|\((?:right|yours): .*")
 # An author should be able to foresee what these do: a neighbour on the other side, an off-by-one,
 # a missing division.
 CHANGES = {
@@ -64,13 +64,14 @@ def question_about(result: Result, judge: Judge, seconds: float) -> Question | N
         said = what_is_said(task, judge, chance, seconds)
         faults = [each for each in said if each != RIGHT and not each.startswith(RAISED)]
         if faults:
-            fault = chance.choice(faults)
-            in_words = {NUMBERS.sub("", fault): fault}
-            for message in (*said, RIGHT, *said_of_known(find(task.id), judge, chance)):
-                in_words.setdefault(NUMBERS.sub("", message), message)
-            choices = list(in_words.values())[: len(LETTERS)]
+            fault, change = said[chance.choice(faults)]
+            by_words = {NUMBERS.sub("", fault): fault}
+            others = [message for message, _ in said.values()]
+            for message in (*others, RIGHT, *said_of_known(find(task.id), judge, chance)):
+                by_words.setdefault(NUMBERS.sub("", message), message)
+            choices = list(by_words.values())[: len(LETTERS)]
             chance.shuffle(choices)
-            lines = [f"{task.id}: {said[fault]} What does the check say then?"]
+            lines = [f"{task.id}: {change} What does the check say then?"]
             lines += map("  {}) {}".format, LETTERS, choices)
             return Question("\n".join(lines), LETTERS[choices.index(fault)])
     return None
@@ -91,11 +92,11 @@ def first_line(said: Verdict) -> str:
 
 def what_is_said(
     result: TaskResult, judge: Judge, chance: random.Random, seconds: float
-) -> dict[str, str]:
-    """Return what the check says of some changes of a right answer, each with its change.
+) -> dict[str, tuple[str, str]]:
+    """Return {what the check says, without numbers: (what it says, the change of which it does)}.
 
-    The changes are tried under a submission's limits. Nothing is returned for an answer that needs
-    other cells of the learner's.
+    Some changes of a right answer are tried under a submission's limits. Nothing is returned for an
+    answer that needs other cells of the learner's.
     """
     changes = list(mutations(result.answer))
     changes = chance.sample(changes, min(MOST, len(changes)))
@@ -106,8 +107,12 @@ def what_is_said(
     with tempfile.TemporaryDirectory(prefix="ddp_course_grading_") as folder:
         evidences = gather(attempts, partial(enter, folder), seconds=seconds)
     said = [first_line(each) for each in map(judge.compared, attempts, evidences)]
-    words = [words for _, words in changes]
-    return dict(zip(said[1:], words, strict=False)) if said[:1] == [RIGHT] else {}
+    if said[:1] != [RIGHT]:
+        return {}
+    by_words: dict[str, tuple[str, str]] = {}
+    for message, (_, change) in zip(said[1:], changes, strict=False):
+        by_words.setdefault(NUMBERS.sub("", message), (message, change))
+    return by_words
 
 
 def mutations(source: str) -> Iterator[tuple[str, str]]:

@@ -10,9 +10,9 @@ from answers import of_kind, verdict_on
 from ddp_course.lab.learners_copy import PROGRESS
 from ddp_exercises.attempt import Evidence
 from ddp_exercises.commands import check
-from ddp_exercises.grading import overview, report
+from ddp_exercises.grading import overview, prove, report
 from ddp_exercises.grading.grader import Judge
-from ddp_exercises.grading.prove import Question, mutations, question_about
+from ddp_exercises.grading.prove import NUMBERS, RIGHT, Question, mutations, question_about
 from ddp_exercises.grading.remarks import published
 from ddp_exercises.grading.results import Result, TaskResult
 from ddp_exercises.tasks import find, known_wrong, solution
@@ -54,25 +54,46 @@ def test_a_question_is_about_the_learner_s_own_code_and_its_answer_is_what_the_c
     assert "correct" in question.text and "  d) " in question.text
 
 
-def test_no_choice_is_one_that_nobody_could_tell_from_another(monkeypatch):
-    """Where inputs are not told, numbers alone decide nothing; what Python says needs no task."""
-    long = "case: a sentence that is long, " + "and goes on, " * 20 + "to its end"
+@pytest.mark.parametrize(
+    ("message", "other", "alike"),
+    [
+        (
+            "the result is too large: 3.3; 2.9 was expected",
+            "the result is too large: 4e-06; 2",
+            True,
+        ),
+        ("the result is too small: 3.3", "the result is too large: 3.3", False),
+        ("numbers of chunk 2 come into rank 0's", "numbers of chunk 1 come into rank 2's", True),
+        ("3 of 9 are wrong (right: with 2 ranks)", "9 of 9 are wrong ", True),
+        (
+            "take it modulo K (yours: [1, 2]; [0] was expected)",
+            "take it modulo K (yours: -1)",
+            True,
+        ),
+    ],
+)
+def test_choices_that_differ_only_in_numbers_are_one(message, other, alike):
+    """Which rank's fault is told first may change, and inputs are not all told."""
+    keys = {NUMBERS.sub("", text).split("; ")[0] for text in (message, other)}
+    assert (len(keys) == 1) == alike
+
+
+def test_four_choices_are_told_whole_and_what_python_says_is_not_asked(monkeypatch):
+    long = "case: a sentence that is long, " + "and goes on, " * 20 + "to its end."
     said = {
-        "the result is too large: 3.3; 2.9 was expected": "x becomes y.",
-        "the result is too large: 4.1; 2.9 was expected": "x becomes z.",
-        "your code raised TypeError": "x becomes 8[x].",
-        f"{long} (yours: 3)": "x becomes v.",
+        RIGHT: (RIGHT, "x becomes y."),
+        "your code raised TypeError": ("your code raised TypeError", "x becomes 8[x]."),
+        long: (long, "x becomes v."),
     }
-    monkeypatch.setattr("ddp_exercises.grading.prove.what_is_said", lambda *_: said)
-    monkeypatch.setattr(
-        "ddp_exercises.grading.prove.said_of_known", lambda *_: [f"{long} (yours: 4)", "another"]
-    )
+    known = ["first 3", "first 4", long]
+    monkeypatch.setattr(prove, "what_is_said", lambda *_: said)
+    monkeypatch.setattr(prove, "said_of_known", lambda *_: known)
     for seed in range(9):
-        text, letter = question_about(right("4.1", MINE), Judge(seed), 100.0)
+        text, letter = prove.question_about(right("4.1", MINE), Judge(seed), 100.0)
         asked, *choices = text.split("\n")
-        assert len({choice[5:25] for choice in choices}) == len(choices) == 4
-        assert f"{letter}) your code raised" not in text and "8[x]" not in asked
-        assert all(choice.endswith(")") for choice in choices if long in choice)
+        assert "x becomes v." in asked and f"  {letter}) {long}" in choices
+        said_too = [choice[5:] for choice in choices if choice[5:] != long]
+        assert sorted(said_too) == [RIGHT, "first 3", "your code raised TypeError"]
 
 
 def test_nothing_is_asked_about_answers_that_are_wrong_or_need_other_cells():
