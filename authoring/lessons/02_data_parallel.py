@@ -324,8 +324,7 @@ def cores(*works):
 
 
 # %% cores-kept-busy
-large = partial(torch_work, 500)
-tiny = partial(torch_work, 4)
+large, tiny = (partial(torch_work, size) for size in (500, 4))
 pairs = {
     "both Python": (python_work, python_work),
     "Python and\nlarge products": (python_work, large),

@@ -221,12 +221,12 @@ def curve(k, samples=5760, every=640):
 lines = {k: curve(k) for k in (1, 4, 16)}
 samples = 640 * torch.arange(1, 10)
 against_updates = {f"batch {8 * k}": (samples // (8 * k), row) for k, row in lines.items()}
-title = "Counted in updates, the largest batch gets low first"
+title = "Of these batches the largest first gets low in updates"
 show.curves(against_updates, "updates", "held-out loss (nats)", title, log="x", points=False)
 
 # %% against-samples folded=true
 against_samples = {f"batch {8 * k}": (samples, row) for k, row in lines.items()}
-title = "Counted in samples, the largest batch is behind: it is beyond the critical size"
+title = "Against samples the largest batch is behind, beyond the critical size"
 show.curves(against_samples, "samples", "held-out loss (nats)", title, points=False)
 
 # %% [markdown]

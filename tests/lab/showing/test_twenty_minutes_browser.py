@@ -59,11 +59,11 @@ class Walk:
         return self.said(self.start(text))
 
     def said(self, cell):
-        """What a cell says once it has run."""
+        """What a cell says once it has run, with single spaces."""
         ran = [cell.element_handle(), self.prompt]
         self.page.wait_for_function(RAN, arg=ran, timeout=300_000)
         self.page.wait_for_timeout(500)
-        return cell.locator(".jp-OutputArea").inner_text()
+        return " ".join(cell.locator(".jp-OutputArea").inner_text().split())
 
     def write(self, cell, source):
         """Put another source into a cell, run it, and return what it says."""
@@ -120,7 +120,8 @@ def errs_and_mends(walk):
     ring = walk.cell("def my_ring")
     assert "The two lines are not written yet" in walk.run("def my_ring")
     walk.look("not written")
-    source = "\n".join(ring.locator(".cm-line").all_inner_texts())
+    rows = [row.rstrip("\n") for row in ring.locator(".cm-line").all_inner_texts()]
+    source = "\n".join(rows)
     [gap] = re.findall(r"\.\.\.  # your turn.*", source)
     for name, (lines, words) in WRONG.items():
         assert words in walk.write(ring, source.replace(gap, "\n        ".join(lines))), name
@@ -139,8 +140,9 @@ def stops_and_starts_anew(walk):
     walk.page.keyboard.press("Escape")
     walk.page.keyboard.press("i")
     walk.page.keyboard.press("i")
-    [line] = [text for text in walk.said(cell).splitlines() if text.strip()]
+    line = walk.said(cell)
     assert line.startswith("Stopped at line 1 of the cell: results = compare.run(")
+    assert line.endswith("The kernel goes on: run any cell.")
     walk.look("interrupted")
     walk.page.evaluate(RESTART)
     walk.page.wait_for_timeout(4000)
