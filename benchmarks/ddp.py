@@ -29,7 +29,7 @@ from .pipelined_ring import pipelined_ring_all_reduce
 from .training import model_and_batch, step
 
 WORLD_SIZES = (2, 4)
-# Promises: times torch's, but for the microseconds that a hook may cost.
+# These are upper limits, as multiples of torch's value; that of a hook is in microseconds.
 EACH = 1.05
 GEOMETRIC_MEAN = 1.00
 RING_EACH = 1.10

@@ -1,4 +1,4 @@
-"""The rungs without a module of their own: the whole-gradient ring, ZeRO-1 and torch's DDP."""
+"""Three ways to train that are too short for a module: whole-gradient ring, ZeRO-1, torch's DDP."""
 
 from collections.abc import Callable, Iterable
 from functools import partial

@@ -111,8 +111,16 @@ def traffic(tensor):
         stage9_tensor.average_on_ring(stage9_tensor.gradients(model), group=groups["data"])
     activations = inputs.numel() * 128 * 8
     gradients = sum(p.numel() * 8 for p in model.parameters())
-    formula = 2 * 4 * 2 * (tensor - 1) / tensor * activations + 2 * (data - 1) / data * gradients
+    blocks = 2
+    sums_of_a_block = 4  # two in each pass
+    summed = blocks * sums_of_a_block * activations
+    formula = ring_share(tensor) * summed + ring_share(data) * gradients
     return sent.bytes_sent, formula, gradients
+
+
+def ring_share(ranks):
+    """Return what a rank sends in a ring all-reduce, as a share of the buffer."""
+    return 2 * (ranks - 1) / ranks
 
 
 @pytest.mark.parametrize("data, tensor", MESHES[:3])

@@ -53,8 +53,10 @@ OF_TORCH = ("torch", "dist", "distributed_c10d")
 
 
 def private_uses(source):
-    """Return the private parts of torch that a module's source names, or a text in it, each as
-    dotted words, and the methods that its classes define for torch to call by a private name.
+    """Return dotted names of all private parts of torch that a source uses.
+
+    They may be in its code or in a text. The methods that its classes define for torch to call by a
+    private name count, too.
     """
     found = set()
     for node in ast.walk(ast.parse(source)):

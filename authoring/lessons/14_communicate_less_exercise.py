@@ -18,7 +18,7 @@ from ddp_exercises import check, hint
 #
 # A rank sends only the largest values of its gradient, by magnitude, with their places: `max(1, round(share * n))` of n.
 # What is not sent is `left`, and is added to the next gradient before the largest are chosen. Change neither `gradient`
-# nor `left`; both are in one row.
+# nor `left`; both have one dimension.
 # %% answer-14-1
 def compress(gradient, left, share):
     """Return (values, places, left): what to send of gradient + left, where it belongs, and what

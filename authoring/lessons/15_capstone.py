@@ -110,8 +110,8 @@ _ = show.command(ddp, sharded, timeout=240)
 
 # %% [markdown]
 r"""
-Read the first line of each report: how long a step takes there, and how much of the sending hides under computing. Is most of it
-exposed, then more GPUs will not help; a larger batch or a faster link will. The table names the lines of your script that communicate,
+Read the first line of each report: how long a step takes there, and how much of the sending hides under computing. If most of it is
+exposed, more GPUs will not help; a larger batch or a faster link will. The table names the lines of your script that communicate,
 and *peak memory* says whether the model fits. (Kernels reach all of the datasheet here, and Python costs nothing: real steps of a model as
 small as the template's are far longer, as you will see. What to compare are two rehearsals.)
 
@@ -270,7 +270,7 @@ print(
 print(
     f"fully_shard takes {more_ms:+.1f} ms beyond DDP; on one rank, without a message, "
     f"{own_work_ms:+.1f} ms beyond the bare model; "
-    f"half of the all-reduce is {500 * average_s:.1f} ms (measured)"
+    f"half of the all-reduce is {1000 * average_s / 2:.1f} ms (measured)"
 )
 
 # %% elsewhere

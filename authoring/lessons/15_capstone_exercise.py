@@ -55,7 +55,7 @@ check("15.1", what_the_runs_wrote)
 #
 # What did you predict for a step with DDP before you ran it? Between one rank alone and DDP stands a third run, without messages.
 # So the gap has two parts, and two of three runs differ by each: `("none", "alone")` in ranks that run beside each other,
-# `("ddp", "none")` in messages, of which your prediction has the all-reduce already. Which part is the larger one, whether it makes the
+# `("ddp", "none")` in messages; your prediction includes the all-reduce already. Which part is the larger one, whether it makes the
 # step longer or shorter, and why is it there? (If the two are within a twentieth of a step, either will do.)
 # %% answer-15-2
 def three_runs():

@@ -41,7 +41,7 @@ def progress_in(copy: Path) -> dict[str, Any]:
 
 
 def keep(kind: str, name: str, value: bool | str) -> None:
-    """Keep what is known of a task or a guess, if this process runs in a copy.
+    """Keep a `value` under a `name`, if this process runs in a learner's copy.
 
     `kind` is one of the keys of `progress_in`. A full disk, or a folder that cannot be written, is
     ignored, so that a check still gives its result.

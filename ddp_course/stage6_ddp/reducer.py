@@ -13,7 +13,8 @@ otherwise two ranks could add up different buckets. For the same reason all rank
 buckets in rank 0's order.
 
 Each backward pass is synchronised for itself, so forward and backward passes may come in any order,
-and a graph may be used twice: an average plus what a later pass adds has the mean as its average.
+and a graph may be used twice. A second pass adds to gradients that are equal on all ranks already;
+to average the sum leaves that part as it is.
 
 This reducer is for models in which every parameter gets one gradient in every pass. For all other
 models, `graphs` has two reducers, which override unused_behind(), listen_to(), start_pass(),

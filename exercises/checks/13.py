@@ -263,6 +263,8 @@ def job_with_limits(random, replicas, tensor, per_host, weight_bytes, gradient_b
     tokens = random.randrange(2**18, 2**23)
     rate = random.randrange(100, 1200) * 10**12
     inner = 1024 * random.randrange(8, 64)
+    # Weights are gathered in a forward pass of 2 flops a weight and token; in the backward pass of
+    # 4 they are gathered again, and gradients are reduced.
     share = min(2 / weight_bytes, 4 / (weight_bytes + gradient_bytes))
     # The bandwidths bound K - 1: with these it is `replicas` - 0.5 and `tensor` - 0.5 at most.
     return {

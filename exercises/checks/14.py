@@ -320,6 +320,7 @@ def on_ranks(int8_mean, gradients, left, about):
             answers[rank] = several(result, 2, f"{about}: return a pair: (mean, left)")
         if calls_before == [len(calls) for calls in gathered]:
             break  # No rank comes any further.
+    require(None not in answers, f"{about}: ranks do not call gather equally often")
     nbytes = sum(tensor.nbytes for tensor in gathered[0])
     means = [mean for mean, _ in answers]
     return means, [rest for _, rest in answers], nbytes, changed

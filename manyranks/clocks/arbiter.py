@@ -33,7 +33,7 @@ from .table import (
 ORDER = attrgetter("kind", "first", "second", "group", "tag", "count")
 # Threads wait in vain once daemons alone have gone on for six hours (here in picoseconds).
 PATIENCE = 6 * 3600 * 10**12
-# A send can meet those receives from any rank that have the same three fields.
+# A receive from any rank takes a send with the same receiver, group and tag.
 CHANNEL = attrgetter("second", "group", "tag")
 # Sends are sorted by these fields, the oldest first.
 AGE = attrgetter("moment", "first", "count")

@@ -139,7 +139,7 @@ class Lock:
     def __exit__(self, *exception):
         self.release()
 
-    # A condition would otherwise try to take the lock, which would cost time as a question does.
+    # Without `_is_owned` a condition would try to take the lock, and such a question costs time.
     _is_owned = locked
 
     def _at_fork_reinit(self):

@@ -27,7 +27,7 @@ from ..joining import join
 from ..torch_inside import replaced
 from .as_gpus import as_gpus
 
-PATIENCE_S = 60.0  # With sizes only a rank may be busy for long, and virtual time stands still.
+PATIENCE_S = 60.0  # Under --sizes-only a rank may be busy for long while virtual time stands still.
 
 
 @dataclass
@@ -60,7 +60,7 @@ def run_script(
     stalls.PATIENCE_S = PATIENCE_S
     recorded = recording.begin()
     with ExitStack() as stack:
-        if Memory.current is None:  # With sizes only memory is counted already.
+        if Memory.current is None:  # Under --sizes-only the launch counts memory.
             memory = Memory(device.capacity)
             stack.enter_context(memory.counting())
             stack.enter_context(Counted(memory))

@@ -9,6 +9,9 @@ import pytest
 from manyranks import linux
 
 GIB = 1 << 30
+# The machine has so much, if no control group limits it.
+MACHINE_GIB = 100
+MACHINE_CORES = 8
 VERSION_2 = {"memory.max": "max", "memory.current": GIB, "memory.stat": "anon 7\ninactive_file 0"}
 # The limits stand above the own group, as systemd sets them for a user.
 OF_A_USER = {
@@ -52,8 +55,8 @@ def test_what_a_container_may_use(tmp_path, monkeypatch, own, files, gib, cores)
     (tmp_path / "own").write_text(own + "\n")
     monkeypatch.setattr(linux, "CGROUPS", tmp_path)
     monkeypatch.setattr(linux, "OWN_CGROUPS", tmp_path / "own")
-    monkeypatch.setattr(linux, "available_memory", lambda: 100 * GIB)
-    monkeypatch.setattr(linux.os, "sched_getaffinity", lambda pid: range(8))
+    monkeypatch.setattr(linux, "available_memory", lambda: MACHINE_GIB * GIB)
+    monkeypatch.setattr(linux.os, "sched_getaffinity", lambda pid: range(MACHINE_CORES))
     assert linux.free_memory() == gib * GIB
     assert linux.processor_share() == cores and linux.usable_cores() == max(1, int(cores))
 

@@ -2,7 +2,6 @@
 GPUs.
 """
 
-import contextlib
 import types
 
 import torch
@@ -18,6 +17,7 @@ from .streams import (
     current_stream,
     host_waits,
     index_of,
+    merge,
     native,
     open_context,
     physical,
@@ -34,7 +34,7 @@ def synchronize(device=None):
     known = {}
     for key, clock in list(clocks.items()):
         if key[0] == index:
-            known.update({**clock, **{k: max(n, clock.get(k, 0)) for k, n in known.items()}})
+            merge(known, clock)
     host_waits(known, "synchronize")
 
 
@@ -75,12 +75,6 @@ def sleep(cycles):
     """Put a piece of work on the stream that keeps it busy."""
     stream = current_stream()
     queue_work((open_context(stream.device_index), stream.stream_id))
-
-
-@contextlib.contextmanager
-def nothing(*_, **__):
-    """Stand for a context manager of CUDA that needs no pretending."""
-    yield
 
 
 def use_of(counter):

@@ -174,8 +174,9 @@ def bf16_hook(DDP):
 
 
 def half_the_bytes(DDP):
-    """mixed_precision sends two bytes for a number, and float32 weights stay float32; half of it
-    alone does not.
+    """Assert that reduce_dtype=bfloat16 halves the bytes, and that float32 weights stay float32.
+
+    A param_dtype alone does not halve them if reduce_dtype is float32.
     """
     sent = {}
     for name, compute, communicate in (

@@ -501,35 +501,54 @@ def test_what_would_train_nothing_or_something_else_is_refused():
         assert {name: m for name, m in messages.items() if REFUSED[name][0] not in m} == {}
 
 
+def impatient_group():
+    return dist.new_group(timeout=timedelta(seconds=2))
+
+
+def whole_state(group):
+    return FullyShardedDataParallel(Linear(5, 5), process_group=group).state_dict
+
+
+def whole_state_of_an_optimizer(group):
+    parallel = FullyShardedDataParallel(Linear(5, 5), process_group=group)
+    return partial(parallel.optimizer_state_dict, torch.optim.Adam(parallel.parameters()))
+
+
+def state_of_zero_1(group):
+    parameters = Linear(5, 5).parameters()
+    return ShardedOptimizer(parameters, torch.optim.Adam, group=group).state_dict
+
+
+def evaluation(group):
+    parallel = FullyShardedDataParallel(Linear(5, 5), process_group=group)
+    return partial(torch.no_grad()(parallel), INPUTS)
+
+
+def evaluation_with_graphs(group):
+    parallel = FullyShardedDataParallel(Linear(5, 5), process_group=group)
+    return partial(parallel.eval(), INPUTS)
+
+
+def a_pass(group):
+    parallel = FullyShardedDataParallel(Linear(5, 5), process_group=group)
+    return partial(parallel.train(), INPUTS)
+
+
+# Each makes a call that needs all ranks of a group.
+TOGETHER = {
+    "state_dict": whole_state,
+    "optimizer_state_dict": whole_state_of_an_optimizer,
+    "evaluation": evaluation,
+    "evaluation with graphs": evaluation_with_graphs,
+    "ZeRO-1": state_of_zero_1,
+    "a pass": a_pass,
+}
+
+
 def alone():
-    """Return what rank 0 is told when it comes by itself to something that all ranks do
-    together.
-    """
-    calls = {}
+    """Return what rank 0 is told when it comes alone to what all ranks do together."""
+    calls = {what: make(impatient_group()) for what, make in TOGETHER.items()}
     messages = {}
-    for what in (
-        "state_dict",
-        "optimizer_state_dict",
-        "evaluation",
-        "evaluation with graphs",
-        "ZeRO-1",
-        "a pass",
-    ):
-        group = dist.new_group(timeout=timedelta(seconds=2))
-        if what == "ZeRO-1":
-            calls[what] = ShardedOptimizer(
-                Linear(5, 5).parameters(), torch.optim.Adam, group=group
-            ).state_dict
-            continue
-        parallel = FullyShardedDataParallel(Linear(5, 5), process_group=group)
-        calls[what] = {
-            "state_dict": parallel.state_dict,
-            "optimizer_state_dict": partial(
-                parallel.optimizer_state_dict, torch.optim.Adam(parallel.parameters())
-            ),
-            "evaluation": partial(torch.no_grad()(parallel), INPUTS),
-            "evaluation with graphs": partial(parallel.train(what == "a pass"), INPUTS),
-        }.get(what, partial(parallel, INPUTS))
     if dist.get_rank() != 0:
         return messages
     for what, call in calls.items():

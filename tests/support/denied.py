@@ -11,8 +11,9 @@ NEW_USER_NAMESPACE = 0x10000000
 
 
 def deny():
-    """Let this process and its children make none, by a limit that the kernel keeps; nothing to do
-    where none can.
+    """Forbid network namespaces to this process and its children, by a limit that the kernel keeps.
+
+    Where no process may make one, this does nothing.
     """
     user = os.geteuid()
     group = os.getegid()

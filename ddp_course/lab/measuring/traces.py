@@ -59,7 +59,7 @@ def read(path: str | Path | None = None) -> list[Step]:
 
 
 def _step(events, begin, end):
-    """Return the step in which the processor began things between `begin` and `end`.
+    """Return the step of all that the processor began between `begin` and `end`.
 
     Both are in microseconds. The kernels that it launched may run after `end`.
     """

@@ -49,6 +49,7 @@ class Opening(ipywidgets.VBox):
             keep("questions", f"{self.lesson:02} {name}", change.new == right)
 
     def _repr_mimebundle_(self, **options):
+        """Add the questions as text, and as data, for viewers without widgets."""
         bundle = super()._repr_mimebundle_(**options)
         texts = [INTRODUCTION]
         for question in self.asked.values():

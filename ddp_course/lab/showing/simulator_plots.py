@@ -41,7 +41,7 @@ def scaling_figure(steps: dict[str, Any], title: str = "Scaling efficiency") -> 
             look: Any = {"color": ALGORITHM_COLOURS[name], "markersize": 3.5}
             axes.plot(ranks, efficiencies.values(), "o-", label=label(name), **look)
             end = knees[name]
-            # At the largest K there may be no knee: the figure ends there, and not the scaling.
+            # If the largest K is still efficient, the knee lies beyond the figure.
             if end and end != ranks[-1]:
                 look |= {"markersize": 11, "markerfacecolor": "none", "markeredgewidth": 1.8}
                 axes.plot(end, efficiencies[end], "o", **look)

@@ -32,11 +32,14 @@ def test_all_is_copied_and_a_second_time_changes_nothing(course, tmp_path):
     mine = tmp_path / "mine"
     assert lab.bring(mine) == []
     assert (mine / "notebooks" / "00_start_here.md").read_text() == "first"
-    before = {path: path.stat().st_mtime_ns for path in mine.rglob("*.md")}
-    assert (
-        lab.bring(mine) == []
-        and {path: path.stat().st_mtime_ns for path in mine.rglob("*.md")} == before
-    )
+    before = times_of(mine)
+    assert lab.bring(mine) == []
+    assert times_of(mine) == before
+
+
+def times_of(folder):
+    """Return when each document in a folder was written."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*.md")}
 
 
 def test_an_update_renews_what_nobody_touched_and_keeps_the_learners_work(course, tmp_path):

@@ -62,7 +62,7 @@ def first_difference(steps: list, expected: list, real: list) -> str:
     place = next(
         index for index, pair in enumerate(zip(expected, real, strict=True)) if pair[0] != pair[1]
     )
-    said = [*steps, *["a value"] * len(real)][place]
+    said = steps[place] if place < len(steps) else "a value"
     return f"after step {place}, {said}: {real[place]}, not {expected[place]}"
 
 

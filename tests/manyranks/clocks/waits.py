@@ -60,6 +60,7 @@ def public(module):
     for name in names:
         value = getattr(module, name, None)
         home = getattr(value, "__module__", None) or package
+        # A package's half in C has an underscore, as `_queue`; that of `os` is called posix.
         if callable(value) and home.split(".")[0].lstrip("_") in (package.lstrip("_"), "posix"):
             yield name, value
 

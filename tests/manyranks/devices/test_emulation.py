@@ -85,10 +85,8 @@ def test_memory_bounds_what_has_few_flops():
         torch.empty(1000, 1000)
     multiply, add = emulated.operations
     nbytes = 4 * (64 * 32 + 32 * 16 + 64 * 16)
-    assert multiply[:5] == ("mm", 0, 2 * 64 * 32 * 16, nbytes, "memory") and (
-        add.name,
-        add.bound,
-    ) == ("add_", "memory")
+    assert multiply[:5] == ("mm", 0, 2 * 64 * 32 * 16, nbytes, "memory")
+    assert (add.name, add.bound) == ("add_", "memory")
     assert multiply.seconds == pytest.approx(nbytes / 1e8)
     assert add.seconds == pytest.approx(2 * 4 * 64 * 16 / 1e8) and add.start == multiply.end
     with Device("1GFLOP/s").emulate(sleep=False) as emulated:
