@@ -50,9 +50,9 @@ def run(
     """Train with every stage on the same global batches and return the results.
 
     `yours` are training functions of your own by name, such as {"my ring": my_train}: every rank
-    calls `my_train(model, batches, lr)` with its share of each batch, and gets the loss of every
-    step. `model` stands for the `problem`: a function that makes a model of your own, with data,
-    loss and optimizer (docs/YOUR_MODEL.md), or its place, such as "mine.py:make".
+    calls `my_train(model, batches, lr)` with its share of each batch, and gets each step's loss.
+    `model` stands for the `problem`: a function that makes a model of your own, with data, loss and
+    optimizer (docs/YOUR_MODEL.md), or its place, such as "mine.py:make".
 
     Without GPUs the ranks compute on emulated devices, in virtual time: `device` may be a `Device`,
     `device_speed` its rate, such as "2GFLOP/s", or "none" for the processor as it is. `link` is a
