@@ -28,7 +28,7 @@ NO_CODE = ("#", '"')  # A line that begins so is a comment, or the text below a 
 RIGHT = "correct"
 RAISED = "your code raised"  # Whoever knows Python knows that without the task.
 # Choices differ in words: a fault spoils several ranks, and which is told first may change.
-NUMBERS = re.compile(r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?|\((?:right|yours): .*")
+NUMBERS = re.compile(r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?,?\s*|\((?:right|yours): .*")
 # What an author should foresee: a neighbour on the other side, an off-by-one, a missing division.
 CHANGES = {
     r" \+ ": " - ",
