@@ -27,7 +27,7 @@ RIGHT = "correct"
 # Whoever knows Python foresees an error without knowing the task.
 RAISED = "your code raised"
 # Choices differ in words: a fault spoils several ranks, and which is told first may change.
-NUMBERS = re.compile(r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?|\((?:right|yours): .*")
+NUMBERS = re.compile(r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?,?\s*|\((?:right|yours): .*")
 # An author should be able to foresee what these do: a neighbour on the other side, an off-by-one,
 # a missing division.
 CHANGES = {

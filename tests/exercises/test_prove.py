@@ -62,6 +62,7 @@ def test_a_question_is_about_the_learner_s_own_code_and_its_answer_is_what_the_c
             "the result is too large: 4e-06; 2",
             True,
         ),
+        ("cables of 2e+09, 2e+09 bit/s: too small", "cables of 7.5e+09 bit/s: too small", True),
         ("the result is too small: 3.3", "the result is too large: 3.3", False),
         ("numbers of chunk 2 come into rank 0's", "numbers of chunk 1 come into rank 2's", True),
         ("3 of 9 are wrong (right: with 2 ranks)", "9 of 9 are wrong ", True),
