@@ -51,7 +51,14 @@ def rotated(values: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
 class Block(nn.Module):
     """Attention and an MLP, each after a norm and beside a residual."""
 
-    def __init__(self, hidden, heads, kv_heads, ff, gated):
+    def __init__(
+        self,
+        hidden,
+        heads,
+        kv_heads,
+        ff,
+        gated,
+    ):
         super().__init__()
         self.width = hidden // heads
         self.gated = gated
@@ -97,7 +104,14 @@ class Transformer(nn.Module):
     def __init__(self, args):
         super().__init__()
         kv_heads = args.kv_heads or args.heads
-        shape = (args.hidden, args.heads, kv_heads, args.ff or 4 * args.hidden, args.gated)
+        ff = args.ff or 4 * args.hidden
+        shape = (
+            args.hidden,
+            args.heads,
+            kv_heads,
+            ff,
+            args.gated,
+        )
         self.words = nn.Embedding(args.vocab, args.hidden)
         self.blocks = nn.ModuleList(Block(*shape) for _ in range(args.layers))
         self.norm = nn.RMSNorm(args.hidden) if args.gated else nn.LayerNorm(args.hidden)
@@ -112,7 +126,7 @@ class Transformer(nn.Module):
 
 
 def sharded(args: argparse.Namespace, mesh: Any) -> nn.Module:
-    """Return the model, each block sharded, and every so-manieth one recomputed."""
+    """Return the model, each block sharded, and some of them recomputed in the backward pass."""
     with torch.device("meta"):
         model = Transformer(args)
     if args.pure:
@@ -132,6 +146,24 @@ def sharded(args: argparse.Namespace, mesh: Any) -> nn.Module:
     return model
 
 
+def rotations(args: argparse.Namespace) -> tuple[Tensor, Tensor]:
+    """Return the cosine and the sine by which each position turns each pair of a head."""
+    pairs = args.hidden // args.heads // 2
+    exponents = torch.linspace(0, 1, pairs, device="cuda")
+    places = torch.arange(args.seq, device="cuda").float()
+    turns = torch.outer(places, 10_000.0**-exponents)
+    return turns.cos(), turns.sin()
+
+
+def loss_of(model: nn.Module, args: argparse.Namespace, angles: Any) -> Tensor:
+    """Return the loss of a micro-batch of random tokens."""
+    shape = (args.micro_batch, args.seq + 1)
+    tokens = torch.randint(args.vocab, shape, dtype=torch.int32, device="cuda")
+    logits = model(tokens[:, :-1], angles)
+    targets = tokens[:, 1:].long().flatten()
+    return functional.cross_entropy(logits.flatten(0, 1).float(), targets)
+
+
 def main() -> None:
     """Train for some steps."""
     args = parse()
@@ -140,22 +172,10 @@ def main() -> None:
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     model = sharded(args, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=False)
-    angles = None
-    if args.gated:
-        turns = torch.outer(
-            torch.arange(args.seq, device="cuda").float(),
-            10_000.0 ** -torch.linspace(0, 1, args.hidden // args.heads // 2, device="cuda"),
-        )
-        angles = (turns.cos(), turns.sin())
+    angles = rotations(args) if args.gated else None
     for _ in range(args.steps):
         for _ in range(args.accumulate):
-            tokens = torch.randint(
-                args.vocab, (args.micro_batch, args.seq + 1), dtype=torch.int32, device="cuda"
-            )
-            logits = model(tokens[:, :-1], angles)
-            targets = tokens[:, 1:].long().flatten()
-            loss = functional.cross_entropy(logits.flatten(0, 1).float(), targets)
-            loss.backward()
+            loss_of(model, args, angles).backward()
         optimizer.step()
         optimizer.zero_grad()
     dist.destroy_process_group()
