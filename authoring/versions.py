@@ -40,7 +40,7 @@ whether yours is here. Nothing asks for torch by its number: what differs betwee
 `manyranks/torch_inside.py`, asked for by what torch has. A private part of torch that is
 gone is named in the error of what needs it, and all else works.
 
-The lock names 2.13.0, though newer ones are tried in full: docs/CONTRIBUTING.md says why, under
+The lock names 2.13.0, though newer ones work: docs/CONTRIBUTING.md says why, under
 *Move to a new torch*.
 
 """
