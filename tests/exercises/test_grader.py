@@ -265,7 +265,8 @@ def test_habits_cost_nothing(the_class):
 
 def test_lazy_cheats_earn_nothing_and_are_told_why(the_class):
     tasks = the_class[1]["cheats"]
-    assert set(points(tasks).values()) == {0}, points(tasks)
+    earned = points(tasks)
+    assert {earned[number] for number in CHEATS} == {0}, earned
     for number, words in TOLD.items():
         assert words in tasks[number]["message"], (number, tasks[number]["message"])
     assert any("__eq__" in remark for remark in tasks["4.1"]["suspicious"])
