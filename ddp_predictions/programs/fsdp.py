@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 
 def parse() -> argparse.Namespace:
@@ -61,7 +61,7 @@ class Block(nn.Module):
     ):
         super().__init__()
         self.width = hidden // heads
-        self.gated = gated
+        self.recomputed = False
         norm = nn.RMSNorm if gated else nn.LayerNorm
         self.attention_norm = norm(hidden)
         self.query = nn.Linear(hidden, hidden, bias=False)
@@ -90,6 +90,12 @@ class Block(nn.Module):
         return self.out(found.transpose(1, 2).reshape(batch, seq, hidden))
 
     def forward(self, values: Tensor, angles: Any) -> Tensor:
+        """Return the values of the next block; what was computed may be forgotten meanwhile."""
+        if self.recomputed:
+            return checkpoint(self.compute, values, angles, use_reentrant=False)
+        return self.compute(values, angles)
+
+    def compute(self, values: Tensor, angles: Any) -> Tensor:
         """Return the values of the next block."""
         values = values + self.attend(self.attention_norm(values), angles)
         inner = self.mlp_norm(values)
@@ -134,8 +140,7 @@ def sharded(args: argparse.Namespace, mesh: Any) -> nn.Module:
     reduce_dtype = torch.bfloat16 if args.pure else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     for number, block in enumerate(model.blocks):
-        if args.recompute_every and number % args.recompute_every == 0:
-            block = model.blocks[number] = checkpoint_wrapper(block)
+        block.recomputed = args.recompute_every > 0 and number % args.recompute_every == 0
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     model.to_empty(device="cuda")
