@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from torch.utils.data import TensorDataset, default_collate
+
+from manyranks.torch_inside import tree_map_only
 
 from .problems import Batch, Problem
 
@@ -153,27 +154,25 @@ class YourProblem(Problem):
         self.device = device
 
     def model(self, seed: int = 0) -> nn.Module:
-        """A copy of the model, which was made once."""
+        """Return a copy of the model, which was made once."""
         return copy.deepcopy(self.made_model).to(self.device, self.dtype)
 
     def pick(self, indices: Tensor) -> Batch:
-        """The (inputs, targets) of the samples with these indices, on the device."""
+        """Return the (inputs, targets) of the samples with these indices, on the device."""
         batch = default_collate([self.data[index] for index in indices.tolist()])
-        inputs, targets = tree_map(self.ready, batch)
+        inputs, targets = tree_map_only(Tensor, self.ready, batch)
         return inputs, targets
 
-    def ready(self, value: Any) -> Any:
-        """A tensor on the device, floating-point numbers in the problem's type."""
-        if not isinstance(value, Tensor):
-            return value
+    def ready(self, value: Tensor) -> Tensor:
+        """Return a tensor on the device, floating-point numbers in the problem's type."""
         return value.to(self.device, self.dtype if value.is_floating_point() else None)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """No measure: nothing is held out."""
+        """Return no measure, since nothing is held out."""
         return {}
 
     def try_step(self, indices: Tensor, lr: float) -> None:
-        """Train one step. Raises ValueError, which says in one line what cannot work."""
+        """Train one step. Raises ValueError that says in one line what cannot work."""
         try:
             inputs, targets = self.pick(indices)
             model = self.model()

@@ -20,10 +20,10 @@ from itertools import pairwise
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from manyranks.devices import Device
 from manyranks.links import Link
+from manyranks.torch_inside import tree_leaves
 
 from ...job import Job, profile_of_step
 from ...ladder import Stage
