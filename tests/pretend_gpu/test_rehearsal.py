@@ -15,7 +15,13 @@ NOTEBOOKS = sorted(
 )
 
 
-@pytest.mark.parametrize("lesson", ["03_parameter_server", "13_predict_before_you_buy"])
+LESSONS = [
+    "03_parameter_server",
+    pytest.param("13_predict_before_you_buy", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
 def test_a_lesson_runs_on_two_pretended_gpus(lesson):
     _, wrong = rehearsal.rehearse(rehearsal.ROOT / f"notebooks/{lesson}.ipynb", 2)
     assert not wrong, "\n".join(wrong)
