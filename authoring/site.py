@@ -82,7 +82,7 @@ def write_sources(folder, pictures):
     drawn = draw(recipes, pictures)
     for page in all_pages:
         write_page(folder, page, drawn)
-    for name in ("figures", "badges"):
+    for name in ("figures", "badges", "workshop"):
         shutil.copytree(ROOT / "docs" / name, folder / "docs" / name)
     shutil.copytree(WEB / "assets", folder / "assets")
     (folder / "index.md").write_text(first_page(), encoding="utf-8")

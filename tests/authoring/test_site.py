@@ -177,7 +177,7 @@ def test_an_explorer_has_a_picture_for_every_position(monkeypatch):
             pictures.append("".join(drawn["lines"][row] for row in rows))
     assert len(set(pictures)) == len(pictures), "two positions show the same"
     assert all(picture.startswith("<?xml") and picture.endswith("</svg>") for picture in pictures)
-    assert first["at"] == 1 and "after step 4 of 4" in drawn["tree"][1][4][0]
+    assert first["at"] == 1 and "Step 4 of 4" in drawn["tree"][1][4][0]
 
 
 def test_too_many_positions_are_thinned_but_not_the_first_nor_the_ends():

@@ -11,7 +11,7 @@ import pytest
 from chromium import fresh_page, running_browser
 from learners_lab import RESTART, running_lab
 
-pytestmark = [pytest.mark.browser, pytest.mark.lessons, pytest.mark.slow]
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 WRONG = {  # What stands in place of the three dots, and what is said.
     "new tensor": (["tensor = tensor + incoming", "outgoing = incoming"], "Nothing was added to"),
