@@ -1,5 +1,6 @@
 """Counts what a rank's tensors take of its device's memory, by their live storages."""
 
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from ..errors import OutOfMemoryError
 from ..torch_inside import around, tensors_in
 
 BLOCK = 512  # CUDA's caching allocator hands out whole multiples of so many bytes.
+GARBAGE = 1.05  # Reference cycles are freed when so much more is live as after the last time.
 
 
 class Memory:
@@ -20,7 +22,9 @@ class Memory:
 
     `capacity` is the bytes that the device has, or None for no limit. The tensors of the program
     are counted, in the order in which the host makes and frees them. The workspace of libraries and
-    the gaps between blocks are not.
+    the gaps between blocks are not. Python frees reference cycles at moments that depend on what
+    the process did before. Here these moments depend on what is counted alone, so that each run
+    counts the same.
     """
 
     current: "Memory | None" = None  # A process counts at most once.
@@ -29,6 +33,7 @@ class Memory:
         self.capacity = capacity
         self.live = 0
         self.peak = 0
+        self.collect_beyond = 0.0
         self.sizes: dict[int, int] = {}  # by the identity of a storage
         self.references: dict[int, weakref.ref] = {}
 
@@ -54,6 +59,11 @@ class Memory:
         whole = -(-nbytes // BLOCK) * BLOCK
         self.live += whole - self.sizes.get(key, 0)
         self.sizes[key] = whole
+        if self.live > self.collect_beyond:
+            gc.collect()
+            self.collect_beyond = GARBAGE * self.live
+            if self.capacity is not None:
+                self.collect_beyond = min(self.collect_beyond, self.capacity)
         if self.capacity is not None and self.live > self.capacity:
             needed = self.live
             self.live -= whole
@@ -76,11 +86,18 @@ class Memory:
         `note` with new tensors.
         """
         Memory.current = self
+        was_enabled = gc.isenabled()
+        gc.disable()
+        gc.collect()
+        gc.freeze()  # What was there before takes no time in each collection.
         try:
             with around(torch.UntypedStorage, "resize_", self.resize):
                 yield self
         finally:
             Memory.current = None
+            gc.unfreeze()
+            if was_enabled:
+                gc.enable()
 
 
 def peak_memory() -> int:

@@ -132,6 +132,30 @@ def test_memory_is_that_of_live_storage_and_may_run_out():
     assert caught.value.message.endswith("17 of 16 GB")
 
 
+class Keeper:
+    """Keeps a tensor, and itself: only the collection of reference cycles frees the two."""
+
+    def __init__(self):
+        self.tensor = torch.empty(250_000_000)
+        self.myself = self
+
+
+def tensors_in_cycles(objects_before):
+    """Make and drop one tensor of 1 GB after another, when Python has made so many objects."""
+    kept = [[] for _ in range(objects_before)]
+    for _ in range(20):
+        Keeper()
+    kept.clear()
+    return peak_memory()
+
+
+@pytest.mark.parametrize("objects_before", [0, 300, 600])
+def test_what_nobody_can_reach_is_freed_at_the_same_moments_in_each_run(objects_before):
+    # Of two objects of 1 GB the first one is found to be garbage when the second one is made.
+    peaks = launch(tensors_in_cycles, objects_before, world_size=1, sizes_only=True)
+    assert peaks == [1_000_000_000]
+
+
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="sizes_only=True"):
         launch(print, world_size=1, answer=0)
