@@ -21,6 +21,7 @@ WRONG = {  # What stands in place of the three dots, and what is said.
 }
 RIGHT = ["tensor += incoming", "outgoing = incoming"]
 PROMPT = ".jp-InputPrompt"
+ERROR = "[data-mime-type='application/vnd.jupyter.error']"
 RAN = """([cell, before]) => {
   const prompt = cell.querySelector(".jp-InputPrompt").textContent;
   return prompt !== before && /\\[\\d+\\]/.test(prompt);
@@ -140,9 +141,14 @@ def stops_and_starts_anew(walk):
     walk.page.keyboard.press("Escape")
     walk.page.keyboard.press("i")
     walk.page.keyboard.press("i")
-    line = walk.said(cell)
+    walk.said(cell)
+    # The bars of stages that had ended stay, full; the one of the stage that ran is gone.
+    assert cell.locator(".progress-bar-danger:visible").count() == 0
+    bars = cell.locator(".widget-hbox:has(.progress-bar):visible").all_inner_texts()
+    assert all("100%" in bar for bar in bars), bars
+    line = cell.locator(ERROR).inner_text().strip()
     assert line.startswith("Stopped at line 1 of the cell: results = compare.run(")
-    assert line.endswith("The kernel goes on: run any cell.")
+    assert line.endswith("The kernel goes on: run any cell.") and "\n" not in line
     walk.look("interrupted")
     walk.page.evaluate(RESTART)
     walk.page.wait_for_timeout(4000)
@@ -163,7 +169,9 @@ def stops_and_starts_anew(walk):
     walk.page.keyboard.press("ArrowLeft")
     walk.page.keyboard.press("ArrowLeft")
     walk.look("drawing")
-    walk.page.wait_for_timeout(5000)
+    # After a restart, too, the last position is drawn.
+    last = explorer.locator(".widget-html-content").filter(has_text="p/b is 0.5 %")
+    last.wait_for(timeout=120_000, state="attached")
     drawing = explorer.get_by_text("drawing …")
     drawing.wait_for(timeout=120_000, state="detached")
     walk.look("drawn")
