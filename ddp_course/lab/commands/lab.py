@@ -45,6 +45,8 @@ figures and the blocks of show.source are dark too. */
   content: "Its kernel has ended. Run the cells down to this one again to use it.";
 }"""
 SETTINGS = {
+    # JupyterLab sends sliders to a subshell, and to the old one after a restart, which loses them.
+    "@jupyterlab/apputils-extension:kernels-settings": {"commsOverSubshells": "disabled"},
     "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
     "@jupyterlab/notebook-extension:tracker": {"codeCellConfig": {"lineWrap": True}},
     # Explorers return when a lesson is reopened.

@@ -140,9 +140,13 @@ def stops_and_starts_anew(walk):
     walk.page.keyboard.press("Escape")
     walk.page.keyboard.press("i")
     walk.page.keyboard.press("i")
-    line = walk.said(cell)
-    assert line.startswith("Stopped at line 1 of the cell: results = compare.run(")
-    assert line.endswith("The kernel goes on: run any cell.")
+    said = walk.said(cell)
+    # The bars of stages that had ended stay, full; the one of the stage that ran is gone.
+    assert cell.locator(".progress-bar-danger:visible").count() == 0
+    bars = cell.locator(".widget-hbox:has(.progress-bar):visible").all_inner_texts()
+    assert all("100%" in bar for bar in bars), bars
+    assert "Stopped at line 1 of the cell: results = compare.run(" in said
+    assert said.endswith("The kernel goes on: run any cell.") and "Traceback" not in said
     walk.look("interrupted")
     walk.page.evaluate(RESTART)
     walk.page.wait_for_timeout(4000)
@@ -163,7 +167,9 @@ def stops_and_starts_anew(walk):
     walk.page.keyboard.press("ArrowLeft")
     walk.page.keyboard.press("ArrowLeft")
     walk.look("drawing")
-    walk.page.wait_for_timeout(5000)
+    # After a restart, too, the last position is drawn.
+    last = explorer.locator(".widget-html-content").filter(has_text="p/b is 0.5 %")
+    last.wait_for(timeout=120_000, state="attached")
     drawing = explorer.get_by_text("drawing …")
     drawing.wait_for(timeout=120_000, state="detached")
     walk.look("drawn")
