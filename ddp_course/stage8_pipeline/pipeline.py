@@ -1,4 +1,4 @@
-"""`Pipeline`: runs a schedule on the layers of this rank."""
+"""Runs a pipeline's schedule on the layers of this rank: the class `Pipeline`."""
 
 from functools import partial
 
@@ -31,6 +31,23 @@ NO_MEAN = (
     " class_weights[targets].sum(), or 1 for a sum. A loss that compares samples with each other"
     " (contrastive) needs microbatches=1"
 )
+
+
+class BatchUnderWay:
+    """What a pipeline knows of one batch: its micro-batches, its loss so far, and what it keeps."""
+
+    def __init__(self, inputs, targets, pipeline, compares):
+        self.inputs = inputs.tensor_split(pipeline.microbatches)
+        self.targets = targets.tensor_split(pipeline.microbatches)
+        self.weight = float(pipeline.weights(targets))  # Quotients of counts would be float32.
+        self.loss = 0
+        self.compares = compares  # whether its loss is compared with that of the whole batch
+        self.outputs = {}  # {micro-batch: the last stage's outputs}, if it is compared
+        self.kept = {}  # {(micro-batch, stage): what its next backward pass needs}
+        forms = pipeline.forms.setdefault((inputs.dtype, inputs.shape[1:]), {})
+        self.transfers = Transfers(
+            pipeline.schedule, pipeline.homes, pipeline.group, self.inputs, forms
+        )
 
 
 class Pipeline:
@@ -75,6 +92,7 @@ class Pipeline:
             stage.register_state_dict_post_hook(mark_as_parts)
         self.most_kept = 0
         self.steps = 0
+        self.batch = None  # the `BatchUnderWay`, or the last one
         self.forms = {}  # {kind of batch: {cut: dtype and shape of a sample's activations}}
 
     def numbered(self, modules):
@@ -109,36 +127,27 @@ class Pipeline:
         recorded = flight_recorder.entry("a pipeline's step with a batch", inputs, self.group)
         with failing_together(self.group), recorded:
             self.run(inputs, targets)
-            if self.outputs:
+            if self.batch.outputs:
                 self.compare_with_the_whole(targets)
         # No rank has the norm of all gradients, so these are parts: see `Part`.
         for parameter in self.module.parameters():
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.as_subclass(Part)
-        return float(self.batch_loss) if self.last in self.stages else None
+        return float(self.batch.loss) if self.last in self.stages else None
 
     def run(self, inputs, targets):
         """Carry out the instructions of this rank, one after the other."""
-        self.weight = float(self.weights(targets))  # Quotients of counts would be float32.
-        self.inputs = inputs.tensor_split(self.microbatches)
-        self.targets = targets.tensor_split(self.microbatches)
-        self.device = inputs.device
-        self.batch_loss = 0
-        self.kept = {}  # {(micro-batch, stage): what its next backward pass needs}
         # In steps 1, 2, 4, 8, …, and where targets are left out, the loss is compared with the
         # whole's: padding that is an ordinary number may come in later batches only.
         left_out = not targets.is_floating_point() and bool((targets < 0).any())
         self.steps += 1
         is_power_of_two = self.steps.bit_count() == 1
-        self.compares = is_power_of_two or left_out
-        self.outputs = {}
-        forms = self.forms.setdefault((inputs.dtype, inputs.shape[1:]), {})
-        self.transfers = Transfers(self.schedule, self.homes, self.group, self.inputs, forms)
+        self.batch = BatchUnderWay(inputs, targets, self, is_power_of_two or left_out)
         for instruction in self.schedule[self.rank]:
             carry_out = self.methods[type(instruction)]
             carry_out(self, instruction)
-            self.most_kept = max(self.most_kept, len(self.kept))
-        self.transfers.finish()
+            self.most_kept = max(self.most_kept, len(self.batch.kept))
+        self.batch.transfers.finish()
 
     def forward(self, instruction):
         """Compute a stage's outputs, and send them on; the last stage computes the loss.
@@ -148,29 +157,29 @@ class Pipeline:
         microbatch = instruction.microbatch
         stage = instruction.stage
         received = None
-        inputs = self.inputs[microbatch]
+        inputs = self.batch.inputs[microbatch]
         if stage > 0:
-            received = self.transfers.receive(instruction.needs).requires_grad_()
+            received = self.batch.transfers.receive(instruction.needs).requires_grad_()
             # Layers may overwrite their inputs, but not a leaf of a graph.
             inputs = received.clone()
         outputs = self.stages[stage](inputs)
         if stage == self.last:
             outputs = self.loss_of(microbatch, outputs)
-            self.batch_loss += outputs.detach()
+            self.batch.loss += outputs.detach()
         else:
-            self.transfers.announce(outputs, stage)
-            self.transfers.send(instruction.gives, outputs.detach().contiguous())
-        self.kept[microbatch, stage] = received, outputs
+            self.batch.transfers.announce(outputs, stage)
+            self.batch.transfers.send(instruction.gives, outputs.detach().contiguous())
+        self.batch.kept[microbatch, stage] = received, outputs
 
     def loss_of(self, microbatch, outputs):
         """Return the share of a micro-batch in the loss of the batch.
 
         Raises ValueError for a loss of several numbers.
         """
-        targets = self.targets[microbatch]
-        if self.compares and isinstance(outputs, torch.Tensor):
-            self.outputs[microbatch] = outputs.detach()
-        share = float(self.weights(targets)) / self.weight
+        targets = self.batch.targets[microbatch]
+        if self.batch.compares and isinstance(outputs, torch.Tensor):
+            self.batch.outputs[microbatch] = outputs.detach()
+        share = float(self.weights(targets)) / self.batch.weight
         # If all targets are left out, their mean is not a number.
         if not share:
             return outputs.sum() * 0.0
@@ -188,15 +197,15 @@ class Pipeline:
 
         An emulated device takes no time for this, because it is no part of training.
         """
-        outputs = [self.outputs[microbatch] for microbatch in range(self.microbatches)]
+        outputs = [self.batch.outputs[microbatch] for microbatch in range(self.microbatches)]
         with without_modes():
             whole = self.loss(torch.cat(outputs), targets)
             rounding = torch.finfo(whole.dtype).eps ** 0.5
-            same = torch.isclose(self.batch_loss, whole, rtol=rounding, atol=rounding)
+            same = torch.isclose(self.batch.loss, whole, rtol=rounding, atol=rounding)
         if not same and whole.isfinite():
             raise ValueError(
                 f"the loss of the batch is {whole:.6g}, but its micro-batches give"
-                f" {self.batch_loss:.6g}: {NO_MEAN}"
+                f" {self.batch.loss:.6g}: {NO_MEAN}"
             )
 
     def backward(self, instruction):
@@ -205,10 +214,10 @@ class Pipeline:
         A `BackwardInput` leaves the weights, and keeps what `backward_weight` needs.
         """
         place = (instruction.microbatch, instruction.stage)
-        received, outputs = self.kept.pop(place)
-        gradient = self.transfers.receive(instruction.needs)
+        received, outputs = self.batch.kept.pop(place)
+        gradient = self.batch.transfers.receive(instruction.needs)
         if isinstance(instruction, BackwardInput):
-            self.kept[place] = backward_to(received, outputs, gradient)
+            self.batch.kept[place] = backward_to(received, outputs, gradient)
         elif outputs.requires_grad:
             outputs.backward(gradient)
         if received is not None:
@@ -216,11 +225,11 @@ class Pipeline:
             # The stage may not use its input.
             if towards is None:
                 towards = torch.zeros_like(received)
-            self.transfers.send(instruction.gives, towards.contiguous())
+            self.batch.transfers.send(instruction.gives, towards.contiguous())
 
     def backward_weight(self, instruction):
         """Compute the gradients of the weights, the second part of a backward pass."""
-        for arguments in self.kept.pop((instruction.microbatch, instruction.stage)):
+        for arguments in self.batch.kept.pop((instruction.microbatch, instruction.stage)):
             torch.autograd.backward(**arguments)
 
     methods = {
@@ -255,9 +264,8 @@ class Pipeline:
 
         All ranks call this.
         """
-        return clip_grad_norm_(
-            self.module.parameters(), max_norm, norm_type, self.group, self.device
-        )
+        device = self.batch.inputs[0].device
+        return clip_grad_norm_(self.module.parameters(), max_norm, norm_type, self.group, device)
 
 
 def backward_to(received, outputs, gradient):

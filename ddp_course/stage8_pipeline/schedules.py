@@ -11,7 +11,7 @@ from .instructions import Backward, BackwardInput, BackwardWeight, Forward
 
 
 def gpipe(ranks, microbatches):
-    """The GPipe schedule: all forward passes, then all backward passes."""
+    """Return the GPipe schedule: all forward passes, then all backward passes."""
     schedule = []
     for rank in range(ranks):
         forward = [Forward(m, rank) for m in range(microbatches)]
@@ -21,7 +21,7 @@ def gpipe(ranks, microbatches):
 
 
 def one_forward_one_backward(ranks, microbatches):
-    """The 1F1B schedule: only as many forward passes ahead as keep all ranks busy."""
+    """Return the 1F1B schedule: as few forward passes ahead as keep all ranks busy."""
     schedule = []
     for rank in range(ranks):
         places = [(m, rank) for m in range(microbatches)]
@@ -30,7 +30,7 @@ def one_forward_one_backward(ranks, microbatches):
 
 
 def interleaved(ranks, microbatches, chunks=2):
-    """The interleaved schedule: 1F1B with `chunks` stages on every rank.
+    """Return the interleaved schedule: 1F1B with `chunks` stages on every rank.
 
     Groups of K micro-batches go around all ranks once for each chunk. Raises ValueError unless the
     number of micro-batches is a multiple of K.
@@ -69,7 +69,7 @@ def alternate(forward, backward, ahead):
 
 
 def zero_bubble(ranks, microbatches, schedule=one_forward_one_backward):
-    """The zero-bubble schedule: `schedule` with its backward passes split.
+    """Return the zero-bubble schedule: `schedule` with its backward passes split.
 
     Rank r computes the weights' gradients r micro-batches later, which fills the time in which the
     rank would wait for a gradient. With 1F1B this is ZB-H1 of the paper.

@@ -1,11 +1,23 @@
 """Works out when each rank does what, and whether a schedule can work at all."""
 
 from collections import defaultdict, deque
+from typing import NamedTuple
 
 from .instructions import Backward, BackwardInput, BackwardWeight, Forward
 
 WHOLE = ["forward", "backward"]
 IN_PARTS = ["forward", "input", "weight"]
+
+
+class Candidate(NamedTuple):
+    """When an instruction, the next one of `rank`, would start and end if it were carried out now.
+
+    The end comes first, because candidates are compared by it.
+    """
+
+    end: float
+    rank: int
+    start: float
 
 
 def timetable(schedule, forward=1.0, backward=2.0, message=0.0, latency=0.0):
@@ -26,15 +38,15 @@ def timetable(schedule, forward=1.0, backward=2.0, message=0.0, latency=0.0):
     arrivals = {None: 0.0}  # when each activation or gradient is where it is needed
     links = defaultdict(float)  # when each way, ("out" or "in", rank), is free again
     while any(waiting):
-        # This has (end, rank, start) of each instruction that can be carried out next. The one that
-        # ends first comes first, because its message then holds up later ones on the same links.
+        # Of all instructions that could be carried out now, the one that ends first is chosen: its
+        # message then holds up later ones on the same links.
         ready = []
         for rank, queue in enumerate(waiting):
             if queue and needed(queue[0], homes) in arrivals:
                 instruction = queue[0]
                 start = max(free[rank], arrivals[needed(instruction, homes)])
                 duration = durations[type(instruction)][instruction.stage]
-                ready.append((start + duration, rank, start))
+                ready.append(Candidate(start + duration, rank, start))
         if not ready:
             places = [f"rank {rank} at {queue[0]}" for rank, queue in enumerate(waiting) if queue]
             words = ", ".join(places)

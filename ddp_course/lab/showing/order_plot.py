@@ -61,12 +61,12 @@ def timeline(verdict: Verdict) -> Picture:
                     draw(axes, row, bar)
                 row += 1
             axes.axhline(row - 0.5, color="#BBBBBB", linewidth=0.8)
-        for moment, rank, kind, *_ in verdict.events:
+        for event in verdict.events:
             # A message for which nobody waits stops no rank: it is found at the rank's end.
-            if rank in verdict.ranks and kind not in ("post", "wait", "not waited for"):
-                axes.plot(
-                    1000 * moment, middles[rank], "x", color=FAULT, markersize=12, markeredgewidth=3
-                )
+            is_stop = event.kind not in ("post", "wait", "not waited for")
+            if is_stop and event.rank in verdict.ranks:
+                place = (1000 * event.moment, middles[event.rank])
+                axes.plot(*place, "x", color=FAULT, markersize=12, markeredgewidth=3)
         axes.set_yticks(list(middles.values()), [f"rank {rank}" for rank in middles])
         axes.set_ylim(row - 0.4, -0.6)
         axes.grid(axis="y", visible=False)
