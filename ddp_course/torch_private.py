@@ -11,7 +11,7 @@ that says so.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 from warnings import catch_warnings, simplefilter
 
@@ -26,8 +26,8 @@ from manyranks.torch_inside import ProcessGroup, methods_of
 Future = part("torch._C:Future", "stage 6's hooks that communicate")
 BatchNorm = part("torch.nn.modules.batchnorm:_BatchNorm", "stage 6's SyncBatchNorm")
 # torch.compile leaves functions with this decorator as they are; the public decorator would load
-# the compiler.
-uncompiled = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+# the compiler. Each call takes more than a microsecond.
+left_alone = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 # A dispatch mode is given operations of this class.
 Operator = part("torch._ops:OpOverload", "an emulated device")
 busy_gpu = part("torch.cuda:_sleep", "make gpu")
@@ -46,6 +46,22 @@ SHARDED = "a sharded parameter"
 # Whether the running backward pass comes to a node of the graph. It raises RuntimeError for a leaf
 # whose gradient `torch.autograd.grad` returns. Where this function is gone, nothing is refused.
 comes_to = getattr(torch._C, "_will_engine_execute_node", bool)
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function that torch.compile is to leave as it is; a call costs next to nothing.
+
+    Only the compiler, as it reads this code, finds that it is compiling.
+    """
+    for_compiler = left_alone(function)
+
+    @wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return for_compiler(*arguments, **named)
+        return function(*arguments, **named)
+
+    return call
 
 
 @needing("stage 9's layer")

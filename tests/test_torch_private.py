@@ -168,3 +168,25 @@ def twin_of_the_default_group():
 
 def test_a_twin_has_the_same_ranks_and_timeout_and_messages_of_its_own():
     assert launch(twin_of_the_default_group, world_size=2) == [(True, True, True, 2.0, 20.0)] * 2
+
+
+def test_torch_compile_leaves_an_uncompiled_function_as_it_is():
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph.code)
+        return graph.forward
+
+    @torch_private.uncompiled
+    def left(numbers):
+        return numbers.sinh()
+
+    def function(numbers):
+        return left(numbers.cos()).tan()
+
+    numbers = torch.ones(3)
+    result = torch.compile(function, backend=backend)(numbers)
+
+    assert torch.equal(result, numbers.cos().sinh().tan())
+    code = " ".join(compiled)
+    assert "cos" in code and "tan" in code and "sinh" not in code

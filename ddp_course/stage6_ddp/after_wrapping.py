@@ -4,17 +4,16 @@ The reducer listens to the parameters that a model had when it was wrapped. Nobo
 gradients of others, which a model may get by `load_state_dict(…, assign=True)`, `layer.weight =
 Parameter(…)`, `parametrize`, an adapter in place of a layer, or when a frozen parameter is to be
 trained after all. So every forward pass with gradients looks whether the model has the same
-parameters. That takes a third of a microsecond for each layer, as it compares the contents of the
-layers' dicts in C.
+parameters. That takes a quarter of a microsecond for each layer, as it compares the contents of
+the layers' dicts in C.
 """
 
 import weakref
 from itertools import chain
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, is_
 
 from ..torch_private import uncompiled
 
-contents = methodcaller("values")
 trains = attrgetter("requires_grad")
 WHAT_TO_DO = (
     "change and load a model before it is wrapped, or wrap it anew; load_state_dict() without"
@@ -41,16 +40,17 @@ class Inventory:
 
     def note(self):
         """Note what each layer has now, and which parameters are trained."""
-        self.dicts = []
+        # These show what the dicts have at any later moment.
+        self.contents = []
         for layer in self.module.modules():
-            self.dicts += [layer._parameters, layer._modules]
+            self.contents += [layer._parameters.values(), layer._modules.values()]
         self.held = self.now_held()
         self.parameters = list(self.module.parameters())
         self.trained = list(map(trains, self.parameters))
 
     def now_held(self):
         """Return the parameters and layers that each layer has now."""
-        return [*chain.from_iterable(map(contents, self.dicts))]
+        return [*chain.from_iterable(self.contents)]
 
     @uncompiled
     def check(self):

@@ -160,10 +160,12 @@ class Bucket:
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter in untouched:
                 continue
-            if parameter.grad is None:
-                parameter.grad = view if self.as_view else torch.empty_like(parameter)
-            if parameter.grad.data_ptr() != view.data_ptr():
-                grads.append(parameter.grad)
+            grad = parameter.grad
+            if grad is None:
+                grad = view if self.as_view else torch.empty_like(parameter)
+                parameter.grad = grad
+            if not self.as_view or grad.data_ptr() != view.data_ptr():
+                grads.append(grad)
                 views.append(view)
         if grads:
             torch._foreach_copy_(grads, views)
