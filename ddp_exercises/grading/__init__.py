@@ -9,3 +9,7 @@ There are three kinds of processes: the grader, where nothing of a submission ev
 below a rank that watches it; and the ranks that try answers. The kernel and these ranks are under
 the limits of `guard`, inside a fence of `landlock`.
 """
+
+from manyranks import own_code
+
+own_code.register(__name__, __path__[0], ["ready"])

@@ -3,7 +3,9 @@ nobody else.
 """
 
 import json
+import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
 
 import nbformat
@@ -17,6 +19,7 @@ from ddp_exercises.grading.answers import load_exercises
 from ddp_exercises.grading.people import Owner
 from ddp_exercises.grading.submissions import read_submission, walk
 from ddp_exercises.tasks import solution
+from manyranks import launch
 
 EXERCISES = load_exercises()
 LOOP = "while True:\n    pass\n"
@@ -25,6 +28,25 @@ LOOP = "while True:\n    pass\n"
 def points(tasks):
     """Return {task: its points}."""
     return {number: task["points"] for number, task in tasks.items()}
+
+
+def load_anew():
+    """Return the modules of this rank; then load the grader's again, as after a change of a file,
+    and return whether a task is found in them.
+    """
+    loaded = set(sys.modules)
+    for name in loaded:
+        if name.startswith("ddp_exercises"):
+            del sys.modules[name]
+    import_module("ddp_exercises.grading.ready")
+    return loaded, import_module("ddp_exercises.tasks").find("4.1").number
+
+
+def test_kernels_and_ranks_are_forked_with_their_modules_loaded():
+    ((loaded, found),) = launch(load_anew, world_size=1)
+    assert {"exercise_checks.04", "ipykernel.inprocess.ipkernel"} <= loaded
+    assert {"ddp_exercises.grading.run_cells", "ddp_exercises.grading.watched"} <= loaded
+    assert found == "4.1"
 
 
 OWN_CELLS = [
