@@ -61,16 +61,19 @@ def question_about(result: Result, judge: Judge, seconds: float) -> Question | N
     answers = [task.answer for task in right_tasks]
     chance = random.Random(f"{judge.seed} {result.learner} {answers}")
     for task in chance.sample(right_tasks, len(right_tasks)):
+        # It is drawn before anything runs: a fault may be told in other words in another run.
+        drawn = chance.random()
         said = what_is_said(task, judge, chance, seconds)
         faults = [each for each in said if each != RIGHT and not each.startswith(RAISED)]
         if faults:
-            fault, change = said[chance.choice(faults)]
+            fault, change = said[faults[0]]
             by_words = {NUMBERS.sub("", fault): fault}
             others = [message for message, _ in said.values()]
             for message in (*others, RIGHT, *said_of_known(find(task.id), judge, chance)):
                 by_words.setdefault(NUMBERS.sub("", message), message)
-            choices = list(by_words.values())[: len(LETTERS)]
-            chance.shuffle(choices)
+            _, *choices = list(by_words.values())[: len(LETTERS)]
+            choices.sort()
+            choices.insert(int(drawn * (len(choices) + 1)), fault)
             lines = [f"{task.id}: {change} What does the check say then?"]
             lines += map("  {}) {}".format, LETTERS, choices)
             return Question("\n".join(lines), LETTERS[choices.index(fault)])
@@ -78,7 +81,7 @@ def question_about(result: Result, judge: Judge, seconds: float) -> Question | N
 
 
 def said_of_known(task: Task, judge: Judge, chance: random.Random) -> list[str]:
-    """What the check says of the task's known wrong answers, in any order."""
+    """Return what the check says of the task's known wrong answers, in any order."""
     attempt = Attempt(task.number, {}, None)
     _, *evidences = judge.known(task)  # The first one does nothing.
     messages = [first_line(judge.compared(attempt, evidence)) for evidence in evidences]
@@ -86,7 +89,7 @@ def said_of_known(task: Task, judge: Judge, chance: random.Random) -> list[str]:
 
 
 def first_line(said: Verdict) -> str:
-    """The first line of a message about an answer."""
+    """Return the first line of a message about an answer."""
     return clean(said.message).split("\n")[0] or RIGHT
 
 

@@ -97,6 +97,19 @@ def test_four_choices_are_told_whole_and_what_python_says_is_not_asked(monkeypat
         assert sorted(said_too) == [RIGHT, "first 3", "your code raised TypeError"]
 
 
+def test_the_right_letter_is_the_same_when_a_fault_is_told_in_other_words(monkeypatch):
+    monkeypatch.setattr(prove, "said_of_known", lambda *_: ["a fault", "some fault", "z fault"])
+    letters = {}
+    for words in (["a fault of a rank"], ["some fault of a rank", "no chunk came"]):
+        said = {each: (each, f"x becomes {len(each)}.") for each in words}
+        monkeypatch.setattr(prove, "what_is_said", lambda *_, said=said: said)
+        for seed in range(9):
+            _, letter = prove.question_about(right("4.1", MINE), Judge(seed), 100.0)
+            letters.setdefault(seed, set()).add(letter)
+    assert all(len(letters_of_a_seed) == 1 for letters_of_a_seed in letters.values())
+    assert len(set.union(*letters.values())) > 1
+
+
 def test_nothing_is_asked_about_answers_that_are_wrong_or_need_other_cells():
     wrong = right("4.1", MINE)
     wrong.tasks[0].message = "wrong"
