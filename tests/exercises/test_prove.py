@@ -100,10 +100,10 @@ def test_four_choices_are_told_whole_and_what_python_says_is_not_asked(monkeypat
 def test_the_right_letter_is_the_same_when_a_fault_is_told_in_other_words(monkeypatch):
     monkeypatch.setattr(prove, "said_of_known", lambda *_: ["a fault", "some fault", "z fault"])
     letters = {}
-    for words in (["a fault of a rank"], ["some fault of a rank", "no chunk came"]):
+    for words in (["no chunk"], ["no chunk at all", "a late chunk", "an early chunk"]):
         said = {each: (each, f"x becomes {len(each)}.") for each in words}
         monkeypatch.setattr(prove, "what_is_said", lambda *_, said=said: said)
-        for seed in range(9):
+        for seed in range(40):
             _, letter = prove.question_about(right("4.1", MINE), Judge(seed), 100.0)
             letters.setdefault(seed, set()).add(letter)
     assert all(len(letters_of_a_seed) == 1 for letters_of_a_seed in letters.values())
