@@ -48,7 +48,8 @@ def test_what_is_saved_is_loaded_and_the_newest_are_kept(tmp_path):
     folder = tmp_path / "new" / "run"
     for number in range(1, 5):
         file = checkpoint.save(folder, state_of(number))
-        assert file.exists() and same(checkpoint.load(folder), state_of(number))
+        assert file.exists()
+        assert same(checkpoint.load(folder), state_of(number))
     assert sorted(os.listdir(folder)) == [
         ".writer",
         ".writer.lock",
@@ -97,7 +98,8 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path):
         skipped += len(caught)
     assert skipped > 30
     newest.write_bytes(whole)
-    assert same(checkpoint.load(tmp_path), state_of(2)) and same(torch.load(newest), state_of(2))
+    assert same(checkpoint.load(tmp_path), state_of(2))
+    assert same(torch.load(newest), state_of(2))
     for file in checkpoint.checkpoints(tmp_path):
         file.write_bytes(b"nothing")
     with pytest.warns(UserWarning), pytest.raises(CheckpointError, match="all 2 checkpoints"):
@@ -154,7 +156,8 @@ def test_only_what_can_be_loaded_is_saved(tmp_path, value, words):
     assert os.listdir(tmp_path) == []
     checkpoint.save(tmp_path, {"a": PLAIN})
     loaded = checkpoint.load(tmp_path)["a"]
-    assert list(map(type, loaded)) == list(map(type, PLAIN)) and all(map(same, loaded, PLAIN))
+    assert list(map(type, loaded)) == list(map(type, PLAIN))
+    assert all(map(same, loaded, PLAIN))
 
 
 def no_space(folder):
@@ -172,7 +175,8 @@ def no_space(folder):
 def test_a_full_disk_loses_nothing(tmp_path):
     [(message, files, kept)] = launch(no_space, str(tmp_path), world_size=1)
     assert message.startswith(f'no checkpoint could be written to "{tmp_path}": File too large')
-    assert files == [".writer", ".writer.lock", "checkpoint-00000001.pt"] and kept
+    assert files == [".writer", ".writer.lock", "checkpoint-00000001.pt"]
+    assert kept
     with pytest.raises(CheckpointError, match="no checkpoint could be written"):
         # No folder can be made below a file.
         checkpoint.save(tmp_path / "checkpoint-00000001.pt" / "run", state_of(1))
@@ -269,7 +273,8 @@ def test_the_random_state_of_every_rank_comes_back(tmp_path):
     ranks = launch(random_states, str(tmp_path), world_size=3)
     assert all(after == again for after, again, _ in ranks)
     assert len({after for after, *_ in ranks}) == 3
-    assert ranks[0][2] == ranks[0][0] and ranks[1][2] != ranks[1][0]
+    assert ranks[0][2] == ranks[0][0]
+    assert ranks[1][2] != ranks[1][0]
 
 
 def test_a_number_of_nine_digits_is_newer_than_one_of_eight(tmp_path):

@@ -180,7 +180,9 @@ def test_a_server_with_one_worker_trains_as_one_device():
 def test_a_server_with_three_workers_counts_every_update_and_how_stale_it_is():
     ranks = launch(asynchronous, 8, world_size=4, device="cpu")
     staleness = ranks[0][2]
-    assert len(staleness) == 24 and min(staleness) >= 0 and max(staleness) > 0
+    assert len(staleness) == 24
+    assert min(staleness) >= 0
+    assert max(staleness) > 0
     assert all(len(losses) == 8 for _, losses, _ in ranks[1:])
 
 

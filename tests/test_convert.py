@@ -56,7 +56,8 @@ def test_five_changes_make_a_script_distributed(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(script)
     alone = losses(path, tmp_path, 1)
-    assert len(alone) == 3 and alone[-1] < alone[0]
+    assert len(alone) == 3
+    assert alone[-1] < alone[0]
     assert losses(path, tmp_path, 2) == pytest.approx(alone, rel=1e-4)
     assert (tmp_path / "model.pt").exists()
     without_sampler = script.replace("sampler=sampler", "shuffle=True")

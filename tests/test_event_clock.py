@@ -99,7 +99,9 @@ def test_spans_hold_the_work_and_nothing_waits_for_it(gpu):
     assert wire.card.clock.device.type == "cpu", "nothing of the recording stays"
     lengths = {span.name: round(span.seconds / UNIT, 6) for span in spans}
     assert lengths == {"forward": 2, "backward": 4, "communication": 4, "wait": 1, "update": 0}
-    assert before == 1 and gpu.waited == 2  # once at the beginning, once at the end
+    # A rank waits for its GPU once at the beginning of the step, and once at its end.
+    assert before == 1
+    assert gpu.waited == 2
     starts = {span.name: span.start for span in spans}
     assert starts["backward"] - starts["forward"] == pytest.approx(2 * UNIT)
     assert starts["wait"] - starts["communication"] == pytest.approx(4 * UNIT)
@@ -111,7 +113,8 @@ def test_steps_are_timed_where_nothing_is_recorded(gpu):
     train(gpu, record.stamped([torch.ones(3)] * 6), told)
     # Steps 2, 4 and 6 are timed: the rank waits for the GPU at both ends of each.
     assert [later - sooner for sooner, later in pairwise(told)] == [1, 1, 1, 1, 1]
-    assert record.steps(with_spans=False) == [2, 4] and record.steps(with_spans=True) == [3, 5]
+    assert record.steps(with_spans=False) == [2, 4]
+    assert record.steps(with_spans=True) == [3, 5]
     for step in (3, 5):
         assert {span.name for span in record.spans[step]} >= {"forward", "backward", "wait"}
 
@@ -124,7 +127,8 @@ def test_what_gloo_does_ends_on_the_processor_and_what_nccl_does_on_the_gpu(gpu,
             gpu.work(5)
             wire.ended("all_reduce", began, torch.ones(1))
     by_gloo, by_nccl = (span.seconds / UNIT for span in spans)
-    assert by_nccl == pytest.approx(5) and by_gloo < 4
+    assert by_nccl == pytest.approx(5)
+    assert by_gloo < 4
 
 
 def test_the_sums_of_torchs_own_class_are_recorded(gpu, monkeypatch):

@@ -40,7 +40,8 @@ def plain(model):
 def test_nan_is_named_with_its_rank_and_parameter(wrap):
     with pytest.raises(RankError) as raised:
         launch(poisoned, wrap, world_size=3)
-    assert raised.value.rank == 1 and raised.value.type_name == "NotFiniteError"
+    assert raised.value.rank == 1
+    assert raised.value.type_name == "NotFiniteError"
     assert "rank 1: " in raised.value.message
     assert "elements of the gradient of " in raised.value.message
     assert "(NaN)" in raised.value.message

@@ -66,7 +66,8 @@ esac
     assert (tmp_path / "asked").read_text().splitlines() == learners
     packages = (ROOT / "requirements.lock").read_text().count("==")
     [sentence] = done.stdout.splitlines()  # No recipe is shown.
-    assert sentence.startswith(f"Installing {packages} packages") and "GB of disk" in sentence
+    assert sentence.startswith(f"Installing {packages} packages")
+    assert "GB of disk" in sentence
     subprocess.run(["make", "tools", *settings], **options)
     assert (tmp_path / "asked").read_text().splitlines() == learners + tools
 
@@ -93,6 +94,8 @@ def test_on_a_terminal_pip_shows_its_progress(tmp_path):
 def test_citation_and_changelog_know_the_version_and_the_address():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     version = re.search(r'^version = "(.+)"$', PYPROJECT, re.MULTILINE)[1]
-    assert citation["version"] == version and citation["license"] == "MIT"
+    assert citation["version"] == version
+    assert citation["license"] == "MIT"
     headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert headings[0] == "Unreleased" and headings[1].split(" ")[0] == version
+    assert headings[0] == "Unreleased"
+    assert headings[1].split(" ")[0] == version

@@ -84,7 +84,8 @@ def test_an_import_back_and_a_module_without_a_place_are_refused(house, module, 
             path.unlink()
         else:
             path.write_text(before)
-    assert done.returncode == 1 and shown in done.stdout, done.stdout
+    assert done.returncode == 1, done.stdout
+    assert shown in done.stdout, done.stdout
 
 
 def long_functions(source, most=50):

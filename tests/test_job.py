@@ -13,7 +13,8 @@ from ddp_course.job import make_job
 def test_what_follows_from_a_job_is_worked_out_once():
     job = make_job("digits", 2)
     device = Device("2GFLOP/s")
-    assert job.problem is job.problem and job.work(device, 2) is job.work(device, 2)
+    assert job.problem is job.problem
+    assert job.work(device, 2) is job.work(device, 2)
     assert job.work(device, 2).flops == job.work(device).flops / 2
     assert replace(job, steps=3).problem is not job.problem
 
@@ -33,7 +34,5 @@ def test_ranks_get_the_settings_and_not_the_data():
     assert job.gradient_bytes == 8 * job.parameter_count
     packed = pickle.dumps(job)
     assert len(packed) < 1000 < job.problem.inputs.nbytes
-    assert (
-        pickle.loads(packed) == job
-        and pickle.loads(packed).model().head.weight.dtype == torch.float64
-    )
+    assert pickle.loads(packed) == job
+    assert pickle.loads(packed).model().head.weight.dtype == torch.float64

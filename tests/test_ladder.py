@@ -56,7 +56,10 @@ def test_the_whole_idea_is_read_in_half_an_hour():
 
 def test_every_rung_is_whole_and_what_it_names_is_there():
     for key, stage in ladder.STAGES.items():
-        assert stage.key == key and stage.name and stage.idea and stage.time
+        assert stage.key == key
+        assert stage.name
+        assert stage.idea
+        assert stage.time
         assert callable(stage.trainer({}))
     assert len({stage.colour for stage in ladder.STAGES.values()}) == len(ladder.STAGES)
     assert {f"stage{number}" for number in range(1, 10)} == {

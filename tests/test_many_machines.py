@@ -115,13 +115,13 @@ def test_a_command_that_fails_on_a_host_is_reported():
     failed = subprocess.run(
         [*command, "sh", "-c", "hostname; exit {host}3"], capture_output=True, text=True, timeout=60
     )
-    assert failed.returncode == 13 and sorted(failed.stdout.split()) == ["host0", "host1"]
+    assert failed.returncode == 13
+    assert sorted(failed.stdout.split()) == ["host0", "host1"]
     missing = subprocess.run(
         [*command, "no-such-program"], capture_output=True, text=True, timeout=60
     )
-    assert (
-        missing.returncode == 2 and "No such file or directory: 'no-such-program'" in missing.stderr
-    )
+    assert missing.returncode == 2
+    assert "No such file or directory: 'no-such-program'" in missing.stderr
 
 
 @needs_hosts
@@ -197,8 +197,11 @@ def test_compare_trains_on_the_ranks_of_torchrun(tmp_path):
     printed = finished(tmp_path, [*torchrun, *compare])
     assert printed.count("fully sharded") == 1
     results = json.loads((tmp_path / "results" / "compare.json").read_text())
-    assert results["world_size"] == 2 and results["steps"] == 4 and results["backend"] == "gloo"
-    assert results["emulated_device"] is None and results["link"] is None
+    assert results["world_size"] == 2
+    assert results["steps"] == 4
+    assert results["backend"] == "gloo"
+    assert results["emulated_device"] is None
+    assert results["link"] is None
     single, ring, sharded = results["stages"]
     assert ring["bytes_sent_max"] == results["gradient_bytes"]  # 2 (K-1)/K p
     # Sharded ranks send 3 (K-1)/K p.
@@ -206,10 +209,8 @@ def test_compare_trains_on_the_ranks_of_torchrun(tmp_path):
     for entry in (ring, sharded):
         assert len(entry["timeline"]) >= 2
         assert 0 < entry["max_abs_diff_vs_single"] < 1e-12
-        assert (
-            entry["loss"] == pytest.approx(single["loss"], abs=1e-12)
-            and len(set(entry["loss"])) == 4
-        )
+        assert entry["loss"] == pytest.approx(single["loss"], abs=1e-12)
+        assert len(set(entry["loss"])) == 4
     assert (tmp_path / "results" / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -261,13 +262,15 @@ def test_a_job_with_a_failed_rank_is_queued_again(tmp_path, code, restarts, queu
     job = {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path)}
     job["SLURM_RESTART_COUNT"] = str(restarts)
     ended = subprocess.run(["bash", DEPLOY / "slurm-tasks.sbatch"], env={**os.environ, **job})
-    assert ended.returncode == code and note.exists() == queued
+    assert ended.returncode == code
+    assert note.exists() == queued
     assert not queued or note.read_text() == "requeue 7\n"
 
 
 def test_the_kubernetes_job(tmp_path):
     job = yaml.safe_load((DEPLOY / "pytorchjob.yaml").read_text())
-    assert job["apiVersion"] == "kubeflow.org/v1" and job["kind"] == "PyTorchJob"
+    assert job["apiVersion"] == "kubeflow.org/v1"
+    assert job["kind"] == "PyTorchJob"
     policy = job["spec"]["elasticPolicy"]
     workers = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     [container] = workers["template"]["spec"]["containers"]

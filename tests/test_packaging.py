@@ -58,7 +58,8 @@ def test_torch_is_pinned_and_everything_required_is_locked_in_range():
 
 def test_learners_install_no_linters_browsers_and_site_tools():
     tools = {"ruff", "mypy", "playwright", "mkdocs", "pytest", "jupytext", "hypothesis"}
-    assert tools <= TOOLS.keys() and not TOOLS.keys() & LEARNERS.keys()
+    assert tools <= TOOLS.keys()
+    assert not TOOLS.keys() & LEARNERS.keys()
     assert (ROOT / "requirements-dev.lock").read_text().startswith("-r requirements.lock\n")
 
 
@@ -207,17 +208,21 @@ def test_an_installed_course_is_complete(installed, tmp_path):
     where = ran(
         installed, "-c", "import ddp_course; print(ddp_course.__file__)", cwd=tmp_path
     ).stdout
-    assert str(installed.parents[1]) in where and str(ROOT) not in where
+    assert str(installed.parents[1]) in where
+    assert str(ROOT) not in where
     done = ran(installed, "-m", "ddp_course.lab.cli", "lab", "mine", "--no-open", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for folder in ("notebooks", "exercises", "docs"):
         wanted = {path.name for path in (ROOT / folder).glob("*.*")}
-        assert wanted and wanted == {path.name for path in (tmp_path / "mine" / folder).glob("*.*")}
+        assert wanted
+        assert wanted == {path.name for path in (tmp_path / "mine" / folder).glob("*.*")}
     shutil.copy(ROOT / "solutions" / "01_single_device.ipynb", tmp_path / "mine" / "exercises")
     done = ran(installed, "-m", "ddp_course.lab.cli", "check", "1", cwd=tmp_path / "mine")
-    assert done.returncode == 0 and "correct" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "correct" in done.stdout, done.stdout + done.stderr
     done = ran(installed, "-m", "ddp_course.lab.cli", "claims", cwd=tmp_path)
-    assert done.returncode == 0 and "no_sync" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "no_sync" in done.stdout, done.stderr
 
 
 @pytest.mark.slow

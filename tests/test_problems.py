@@ -93,17 +93,16 @@ def test_bytes_are_learnt():
     stage1_single.train(model, problem.batches(32, 60), problem.learning_rate)
     assert before == pytest.approx(8, abs=0.3)
     assert problem.evaluate(model)["bits_per_byte"] < 5
-    assert (
-        problem.sample(model, "import ", 20).startswith("import ")
-        and len(problem.sample(model, "", 0)) == 0
-    )
+    assert problem.sample(model, "import ", 20).startswith("import ")
+    assert len(problem.sample(model, "", 0)) == 0
 
 
 def test_the_target_of_a_byte_is_the_next_one():
     inputs, targets = next(small("bytes").batches(4, 1))
     assert inputs.shape == targets.shape == (4, 64)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    assert inputs.min() >= 0 and inputs.max() < 256
+    assert inputs.min() >= 0
+    assert inputs.max() < 256
 
 
 def test_attention_does_not_see_the_future():
@@ -112,7 +111,8 @@ def test_attention_does_not_see_the_future():
     changed = text.clone()
     changed[0, 40] = (text[0, 40] + 1) % 256
     difference = (model(text) - model(changed)).abs().amax(1)[0]
-    assert difference[:40].max() == 0 and difference[40:].min() > 0
+    assert difference[:40].max() == 0
+    assert difference[40:].min() > 0
 
 
 @pytest.mark.parametrize("wanted", [20_000, 300_000, 1_000_000, 10_000_000, 100_000_000])

@@ -27,4 +27,5 @@ def test_torchrun_trains_with_it(words, tmp_path, capfd):
     assert show.command(
         f"torchrun --standalone --nproc-per-node=2 -m ddp_course.script {tmp_path} {words}"
     ) == [0]
-    assert "epoch 2: loss" in capfd.readouterr().out and (tmp_path / "checkpoint.pt").exists()
+    assert "epoch 2: loss" in capfd.readouterr().out
+    assert (tmp_path / "checkpoint.pt").exists()

@@ -75,9 +75,8 @@ def mixed_dtypes():
 def test_dtypes_travel_apart():
     for single, double in launch(mixed_dtypes, world_size=3):
         assert torch.equal(single, torch.ones(3)) or torch.allclose(single, torch.ones(3))
-        assert double.dtype == torch.float64 and torch.allclose(
-            double, torch.ones(2, dtype=torch.float64)
-        )
+        assert double.dtype == torch.float64
+        assert torch.allclose(double, torch.ones(2, dtype=torch.float64))
 
 
 def server_of_a_subgroup():

@@ -126,7 +126,8 @@ def all_trained():
 def test_a_split_model_ends_where_one_device_ends():
     for results in launch(all_trained, world_size=2):
         apart = {name: distance for name, (distance, _) in results.items() if distance > 1e-12}
-        assert not apart and all(is_split for _, is_split in results.values())
+        assert not apart
+        assert all(is_split for _, is_split in results.values())
 
 
 def averaged(kind, arguments):
@@ -181,7 +182,9 @@ def averaged(kind, arguments):
 )
 def test_other_stages_average_over_the_data_axis(kind, arguments):
     for distance, norms, start in launch(averaged, kind, arguments, world_size=4):
-        assert distance < 1e-12 and norms < 1e-12 and start == 0
+        assert distance < 1e-12
+        assert norms < 1e-12
+        assert start == 0
 
 
 def different_starts():

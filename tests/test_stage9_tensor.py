@@ -132,7 +132,8 @@ def test_bytes_are_those_of_the_formula(data, tensor):
     biases = 2 * (3 + 4) * 128 * 8
     split = 2 * 12 * 128**2 * 8 + biases
     for sent, formula, gradients in launch(traffic, tensor, world_size=data * tensor):
-        assert sent == formula and gradients == whole - split + split / tensor
+        assert sent == formula
+        assert gradients == whole - split + split / tensor
 
 
 def against_torch(change):
@@ -166,7 +167,8 @@ def against_torch(change):
 
 def test_it_agrees_with_torchs_parallelize_module():
     ranks = launch(against_torch, lambda: None, world_size=4)
-    assert all(same for same, _ in ranks) and max(difference for _, difference in ranks) < 1e-10
+    assert all(same for same, _ in ranks)
+    assert max(difference for _, difference in ranks) < 1e-10
     broken = launch(against_torch, BROKEN["no sum backward"], world_size=4)
     assert min(difference for _, difference in broken) > 1e-3
 
@@ -211,7 +213,8 @@ def twice_over(option):
 @pytest.mark.parametrize("option", ["plain", "checkpointed", "clipped"])
 def test_twice_over_with_an_error_in_the_middle(option):
     for difference, same_modules in launch(twice_over, option, world_size=2):
-        assert difference < 1e-12 and same_modules
+        assert difference < 1e-12
+        assert same_modules
 
 
 def dropped(sharing):
@@ -225,9 +228,8 @@ def dropped(sharing):
 def test_dropout_drops_the_same_on_ranks_that_share_layers():
     ranks = launch(dropped, True, world_size=4)
     apart = launch(dropped, False, world_size=4)
-    assert all(torch.equal(rank, ranks[0]) for rank in ranks) and not torch.equal(
-        apart[0], apart[1]
-    )
+    assert all(torch.equal(rank, ranks[0]) for rank in ranks)
+    assert not torch.equal(apart[0], apart[1])
 
 
 def torchs_clipping():
@@ -265,7 +267,8 @@ def test_what_cannot_be_split_stays_whole():
         "mlp.2.weight",
     }, "one head"
     odd = slices(gpt(heads=3).blocks[0])
-    assert odd["qkv.weight"] == (3 * 64, 96) and odd["out.weight"] == (96, 64), "two heads of three"
+    assert odd["qkv.weight"] == (3 * 64, 96), "two heads of three"
+    assert odd["out.weight"] == (96, 64), "two heads of three"
     tied = net()
     tied.append(nn.Linear(32, 13))[-1].weight = tied[2].weight
     assert slices(tied) == {"6.weight": (3, 7), "6.bias": (3,), "8.weight": (2048, 3)}

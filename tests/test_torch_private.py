@@ -144,7 +144,8 @@ def names_given_by(path):
 
 def test_each_part_has_one_home():
     private, inside = map(names_given_by, HOMES)
-    assert len(private) > 10 and len(inside) > 10
+    assert len(private) > 10
+    assert len(inside) > 10
     assert not set(private) & set(inside)
 
 

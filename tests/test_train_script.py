@@ -99,11 +99,13 @@ def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path, world_size):
     ranks = launch(stopped_and_resumed, cases, str(tmp_path), BYTES, world_size=world_size)
     for case in cases:
         resumed, whole, again = ranks[0][case]
-        assert resumed["resumed"] == 4 and again["resumed"] == 7
+        assert resumed["resumed"] == 4
+        assert again["resumed"] == 7
         assert apart(resumed, whole) == apart(again, whole) == 0, case
     for number, case in enumerate(cases):
         newest = checkpoint.load(tmp_path / str(number))
-        assert newest["step"] == 7 and newest["world_size"] == len(newest["random"]) == world_size
+        assert newest["step"] == 7
+        assert newest["world_size"] == len(newest["random"]) == world_size
         assert all(
             torch.equal(newest["model"][name], tensor)
             for name, tensor in ranks[0][case][1]["model"].items()
@@ -147,7 +149,8 @@ def stopped_twice(folder, world_size):
 def test_stages_3_to_6_go_on_to_the_last_bit_on_real_problems(tmp_path, world_size):
     resumed = stopped_twice(tmp_path, world_size)
     whole = launch(each_real_case, 6, f"{tmp_path}/whole", world_size=world_size)[0]
-    assert len(resumed) == 8 and {result["resumed"] for result in resumed.values()} == {3}
+    assert len(resumed) == 8
+    assert {result["resumed"] for result in resumed.values()} == {3}
     assert {case for case, result in resumed.items() if apart(result, whole[case])} == set()
 
 
@@ -172,7 +175,8 @@ def test_another_world_size_goes_on_with_the_same_batches(tmp_path):
     launch(half, world_size=2)
     whole = launch(run, [*options[:-4]], world_size=3)[0]
     for resumed, lines in launch(rest, world_size=3):
-        assert apart(resumed, whole) < 1e-12 and resumed["resumed"] == 4
+        assert apart(resumed, whole) < 1e-12
+        assert resumed["resumed"] == 4
         assert "was written by 2 ranks, this run has 3" in lines[0]
 
 
@@ -247,13 +251,17 @@ def test_the_script_alone(tmp_path):
     run_dir = str(tmp_path / "run")
     options = [*SYNTHETIC, "--stage", "6", "--checkpoint", run_dir]
     first = script("-m", "ddp_course.train", *options)
-    assert first.returncode == 0 and "step 6/6  loss" in first.stdout, first.stderr
+    assert first.returncode == 0, first.stderr
+    assert "step 6/6  loss" in first.stdout, first.stderr
     again = script("-m", "ddp_course.train", *options)
-    assert again.returncode == 0 and f"the run in {run_dir} is finished: 6 steps" in again.stdout
+    assert again.returncode == 0
+    assert f"the run in {run_dir} is finished: 6 steps" in again.stdout
     wrong = script("-m", "ddp_course.train", *options, "--seed", "3")
-    assert wrong.returncode == 1 and wrong.stderr.startswith("ddp_course.train: the checkpoint in")
+    assert wrong.returncode == 1
+    assert wrong.stderr.startswith("ddp_course.train: the checkpoint in")
     bad = script("-m", "ddp_course.train", "--problem", "synthetic", "--dropout", "2")
-    assert bad.returncode == 2 and "dropout is 2.0" in bad.stderr
+    assert bad.returncode == 2
+    assert "dropout is 2.0" in bad.stderr
     expected = launch(run, options[:-2], world_size=1)[0]
     loaded = checkpoint.load(run_dir)
     assert loaded["losses"] == expected["losses"]
@@ -338,7 +346,8 @@ def test_under_torchrun_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
         agent.wait(60)
     expected = launch(run, options, world_size=2)[0]
     loaded = checkpoint.load(tmp_path)
-    assert loaded["losses"] == expected["losses"] and loaded["step"] == 160
+    assert loaded["losses"] == expected["losses"]
+    assert loaded["step"] == 160
     assert all(
         torch.equal(loaded["model"][name], tensor) for name, tensor in expected["model"].items()
     )
@@ -365,12 +374,12 @@ def test_the_ranks_of_a_slurm_job():
         "SLURM_JOB_ID": "1234567",
     }
     joined = from_slurm(task)
-    assert joined["RANK"] == "5" and joined["WORLD_SIZE"] == "8" and joined["LOCAL_RANK"] == "1"
-    assert (
-        joined["LOCAL_WORLD_SIZE"] == "2"
-        and joined["MASTER_ADDR"] == "gpu03"
-        and joined["MASTER_PORT"] == "24567"
-    )
+    assert joined["RANK"] == "5"
+    assert joined["WORLD_SIZE"] == "8"
+    assert joined["LOCAL_RANK"] == "1"
+    assert joined["LOCAL_WORLD_SIZE"] == "2"
+    assert joined["MASTER_ADDR"] == "gpu03"
+    assert joined["MASTER_PORT"] == "24567"
     assert from_slurm(task | {"MASTER_ADDR": "head", "MASTER_PORT": "7"})["MASTER_ADDR"] == "head"
     # The batch script itself is no rank.
     assert from_slurm({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None

@@ -72,7 +72,8 @@ def test_a_folded_cell_keeps_its_code_behind_a_click(course):
     assert course.run() == 0
     cells = {cell.id: cell for cell in course.notebook("notebooks/03_circle.ipynb").cells}
     assert cells["second"].metadata == {"jupyter": {"source_hidden": True}, "cellView": "form"}
-    assert cells["second"].source == "print(x + 1)" and not cells["first"].metadata
+    assert cells["second"].source == "print(x + 1)"
+    assert not cells["first"].metadata
 
 
 def test_builds_all_three(course):
@@ -84,10 +85,8 @@ def test_builds_all_three(course):
     ]
     assert cells["check-3-1"].source == "assert area(1) > 3"
     assert cells["check-3-1"].metadata.ddp_course == {"role": "check", "task": "3.1", "points": 2}
-    assert (
-        cells["check-3-1"].metadata.nbgrader.grade
-        and cells["check-3-1"].metadata.nbgrader.points == 2
-    )
+    assert cells["check-3-1"].metadata.nbgrader.grade
+    assert cells["check-3-1"].metadata.nbgrader.points == 2
     solved = {cell.id: cell.source for cell in course.notebook("solutions/03_circle.ipynb").cells}
     assert solved["answer-3-1"].endswith("    return math.pi * radius**2")
     assert solved["check-3-1"] == "assert area(1) > 3"
@@ -99,7 +98,8 @@ def test_a_rebuild_is_the_same_to_the_byte(course):
     course.run()
     paths = sorted(course.root.glob("*/*.ipynb"))
     before = [(path.read_bytes(), path.stat().st_mtime_ns) for path in paths]
-    assert len(paths) == 3 and course.run() == 0
+    assert len(paths) == 3
+    assert course.run() == 0
     assert [(path.read_bytes(), path.stat().st_mtime_ns) for path in paths] == before
 
 
@@ -113,9 +113,8 @@ def test_outputs_are_made_and_kept(course, capsys):
     course.run()
     assert course.run("--check") == 0
     cells = course.notebook("notebooks/03_circle.ipynb").cells
-    assert cells[4].outputs and cells[3].execution_count is None, (
-        "only cells that did not change keep theirs"
-    )
+    assert cells[4].outputs, "only cells that did not change keep theirs"
+    assert cells[3].execution_count is None, "only cells that did not change keep theirs"
     course.write("03_circle.py", LESSON)
     assert course.run("--execute") == 0
     assert (course.root / "notebooks" / "03_circle.ipynb").read_bytes() == first
@@ -169,7 +168,8 @@ def test_outputs_name_no_machine(course):
     course.write("03_circle.py", f"# %% where\n{text}\n")
     course.run("--execute")
     output = course.notebook("notebooks/03_circle.ipynb").cells[2].outputs[0].text
-    assert here not in output and os.path.dirname(os.__file__) not in output
+    assert here not in output
+    assert os.path.dirname(os.__file__) not in output
     assert "notebooks" in output
 
 

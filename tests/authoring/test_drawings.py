@@ -37,7 +37,8 @@ def test_all_of_a_picture_lies_inside_it(number):
     for box in picture.iter(f"{SVG}rect"):
         right = float(box.get("x", 0)) + float(box.get("width"))
         bottom = float(box.get("y", 0)) + float(box.get("height"))
-        assert right <= drawings.WIDTH and bottom <= drawings.HEIGHT
+        assert right <= drawings.WIDTH
+        assert bottom <= drawings.HEIGHT
 
 
 def test_every_picture_marks_what_is_new():

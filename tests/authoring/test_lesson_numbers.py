@@ -110,7 +110,8 @@ def test_the_trace_is_spoken_of_as_it_is():
     for number in ("05", "11"):
         computing, step = numbers(rf"computes for {N} of {N} ms", printed_in(number))
         text = prose(number)
-        assert f"{step:.0f} ms" in text and f"{computing:.0f}" in text, number
+        assert f"{step:.0f} ms" in text, number
+        assert f"{computing:.0f}" in text, number
     after, first = numbers(
         rf"of which {N} after backward .*?first long kernel {N} ms", printed_in("11")
     )
@@ -155,7 +156,8 @@ def test_ranks_are_as_many_in_all_lessons():
 def test_the_same_setting_gives_the_same_numbers():
     """Lessons 03 and 04 average the same bytes over the same links; 00 and README show one run."""
     for spelling in ('Link("200Mbit")', "2**20"):
-        assert spelling in code("03") and spelling in code("04")
+        assert spelling in code("03")
+        assert spelling in code("04")
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     said = f"makes 4 devices {N} times as fast as one, a ring {N} times, buckets {N} times"
     drawn = rf"{N} \(server\), {N} \(ring\), {N} \(buckets\) times"

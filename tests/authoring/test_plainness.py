@@ -50,7 +50,8 @@ PLAIN = [
 @pytest.mark.parametrize("source, words", BROKEN.items())
 def test_a_break_of_a_rule_is_found(source, words):
     (found,) = plainness.breaks(source, "a.py")
-    assert words in found.rule and str(found).startswith(f"a.py:{found.line}: ")
+    assert words in found.rule
+    assert str(found).startswith(f"a.py:{found.line}: ")
 
 
 @pytest.mark.parametrize("source", PLAIN)

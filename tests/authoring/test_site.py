@@ -132,7 +132,8 @@ def test_the_search_knows_words_and_reference_but_no_import_lines(site):
         for location in text
     )
     lessons = " ".join(text[location] for location in text if location.startswith("notebooks/"))
-    assert "bottleneck" in lessons and not re.search(r"from ddp_course import .*\bshow\b", lessons)
+    assert "bottleneck" in lessons
+    assert not re.search(r"from ddp_course import .*\bshow\b", lessons)
 
 
 def test_every_figure_has_a_text_that_says_what_it_shows(site):
@@ -140,7 +141,8 @@ def test_every_figure_has_a_text_that_says_what_it_shows(site):
     for page in every:
         for picture in re.findall(r"<img[^>]*>", page.read_text()):
             text = re.search(r'alt="?([^">]*)', picture)
-            assert text and len(text[1]) > 15, f"{page.name}: {picture[:120]}"
+            assert text, f"{page.name}: {picture[:120]}"
+            assert len(text[1]) > 15, f"{page.name}: {picture[:120]}"
 
 
 def test_formulas_become_mathml_and_code_does_not():
@@ -148,7 +150,9 @@ def test_formulas_become_mathml_and_code_does_not():
         r"a $\frac{1}{2}$ and `cost $5 or $6` and $$x^2$$" + "\n```sh\n-v $PWD -w $HOME\n```\n",
         "docs/A.md",
     )
-    assert made.count("<math") == 2 and "`cost $5 or $6`" in made and 'display="block"' in made
+    assert made.count("<math") == 2
+    assert "`cost $5 or $6`" in made
+    assert 'display="block"' in made
     assert "-v $PWD -w $HOME" in made
 
 
@@ -177,23 +181,23 @@ def test_an_explorer_has_a_picture_for_every_position(monkeypatch):
             pictures.append("".join(drawn["lines"][row] for row in rows))
     assert len(set(pictures)) == len(pictures), "two positions show the same"
     assert all(picture.startswith("<?xml") and picture.endswith("</svg>") for picture in pictures)
-    assert first["at"] == 1 and "Step 4 of 4" in drawn["tree"][1][4][0]
+    assert first["at"] == 1
+    assert "Step 4 of 4" in drawn["tree"][1][4][0]
 
 
 def test_too_many_positions_are_thinned_but_not_the_first_nor_the_ends():
     every = {"a": [(str(n), n) for n in range(10)], "b": [(str(n), n) for n in range(4)]}
     kept = explorers.thinned(every, {"a": 7, "b": 2}, 12)
-    assert len(kept["a"]) * len(kept["b"]) <= 12 and len(every["a"]) == 10
-    assert {0, 7, 9} <= {value for _, value in kept["a"]} and {0, 2, 3} <= {
-        value for _, value in kept["b"]
-    }
+    assert len(kept["a"]) * len(kept["b"]) <= 12
+    assert len(every["a"]) == 10
+    assert {0, 7, 9} <= {value for _, value in kept["a"]}
+    assert {0, 2, 3} <= {value for _, value in kept["b"]}
     # Here not even the ends of all sliders find room.
     five = [(str(n), n) for n in range(5)]
     many = dict.fromkeys("abcdef", five)
     kept = explorers.thinned(many, dict.fromkeys(many, 2), 12)
-    assert 1 < math.prod(map(len, kept.values())) <= 12 and all(
-        ("2", 2) in pairs for pairs in kept.values()
-    )
+    assert 1 < math.prod(map(len, kept.values())) <= 12
+    assert all(("2", 2) in pairs for pairs in kept.values())
 
 
 def test_a_folder_that_is_no_site_is_left_alone(tmp_path, capsys):
@@ -282,7 +286,8 @@ def test_all_text_can_be_read_and_figures_are_dark_in_the_dark(site, offline, sc
         assert offline.locator("body").evaluate(PALE) == []
         filters = "images => images.map(image => getComputedStyle(image).filter)"
         drawn = offline.locator("main img").evaluate_all(filters)
-        assert drawn and all(("invert" in each) == (scheme == "dark") for each in drawn), page
+        assert drawn, page
+        assert all(("invert" in each) == (scheme == "dark") for each in drawn), page
 
 
 @pytest.mark.browser
@@ -310,7 +315,8 @@ def test_the_search_finds_the_lesson_first_and_the_reference_too(site, offline):
     results.first.wait_for(timeout=20_000)
     offline.wait_for_timeout(500)
     titles = results.all_text_contents()
-    assert "Bucketed" in titles[0] and any("reference" in title for title in titles), titles
+    assert "Bucketed" in titles[0], titles
+    assert any("reference" in title for title in titles), titles
 
 
 @pytest.mark.browser
@@ -333,10 +339,8 @@ def test_pages_are_no_wider_than_the_screen(site, offline, width):
         )
         assert offline.eval_on_selector_all("img", broken) == []
     offline.goto((site / RING).as_uri())
-    assert (
-        offline.locator("math").count() >= 3
-        and offline.locator("math").first.bounding_box()["height"] > 5
-    )
+    assert offline.locator("math").count() >= 3
+    assert offline.locator("math").first.bounding_box()["height"] > 5
 
 
 BROKEN = """() => [...document.querySelectorAll(".output td, .output th")].flatMap(cell => {
@@ -378,7 +382,8 @@ def test_the_first_page_sells_the_course_in_one_screen(site, offline):
     offline.set_viewport_size({"width": 390, "height": 844})
     for rung in offline.locator(".ladder li, .ladder li span").all():
         box = rung.bounding_box()
-        assert box["x"] >= 0 and box["x"] + box["width"] <= 390, rung.text_content()
+        assert box["x"] >= 0, rung.text_content()
+        assert box["x"] + box["width"] <= 390, rung.text_content()
         pixels = rung.evaluate("rung => getComputedStyle(rung).fontSize.replace('px', '')")
         assert float(pixels) >= 12
     drawn = 9 / 72 * 120  # The figure's smallest letters have 9 points, at 120 dots an inch.

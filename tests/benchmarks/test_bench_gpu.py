@@ -52,12 +52,14 @@ def test_ranks_on_the_cpu_leave_cuda_alone(monkeypatch):
 
 def test_as_many_ranks_as_gpus(monkeypatch):
     monkeypatch.setattr(gpu, "usable_gpus", lambda: 5)
-    assert gpu.world_sizes("cuda") == [1, 2, 4] and gpu.world_sizes("cpu") == [2]
+    assert gpu.world_sizes("cuda") == [1, 2, 4]
+    assert gpu.world_sizes("cpu") == [2]
 
 
 def test_the_report_names_the_device():
     part = gpu.on_device(lambda args: gpu.Part([{"a": 1}]))(CPU)
-    assert part.also == {"device": "cpu", "GPUs": 0} and rank_device() == torch.device("cpu")
+    assert part.also == {"device": "cpu", "GPUs": 0}
+    assert rank_device() == torch.device("cpu")
 
 
 def test_a_part_that_fails_does_not_cost_the_others():
@@ -106,7 +108,8 @@ def test_the_table_says_yes_no_or_why_not():
     assert "nvidia-smi" in blind[f"{gpu.NOTHING_LEFT} (gloo)"]
     assert blind["all stages end like one device: ranks on one device"] == "no"
     speed = "stage 6 takes as long and as much memory as torch's class"
-    assert one[speed] == "yes" and blind[speed] == "no"
+    assert one[speed] == "yes"
+    assert blind[speed] == "no"
     assert said(report(0, "gloo"))[speed] == "not checked here, because no GPU is here"
     assert two["the tests that are marked cuda"].startswith("not checked here")
 
@@ -123,7 +126,8 @@ def test_it_needs_torch_numpy_and_the_package_only(tmp_path):
         timeout=300,
         env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(gpu.__file__).parents[1]}"},
     )
-    assert ended.returncode == 0 and (tmp_path / "gpu.json").exists(), ended.stderr
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "gpu.json").exists(), ended.stderr
     assert "Not looked at without a GPU: NCCL" in ended.stdout
     control = subprocess.run(
         [sys.executable, "-c", "import tqdm"],

@@ -139,7 +139,8 @@ def test_on_a_slow_machine_an_answer_may_wait_as_the_solution_does(monkeypatch):
 def test_every_task_has_parts_and_points():
     for exercise, pristine in load_exercises().items():
         for task in of_exercise(exercise):
-            assert len(task.parts) >= 2 and pristine.points[task.number] > 0, task.number
+            assert len(task.parts) >= 2, task.number
+            assert pristine.points[task.number] > 0, task.number
 
 
 def test_every_task_says_how_long_and_how_hard_it_is():
@@ -155,10 +156,12 @@ def test_every_task_says_how_long_and_how_hard_it_is():
 
 def test_what_is_no_number_equals_nothing():
     for spoilt in (math.nan, math.inf):
-        assert not same(spoilt, 1.0) and not same(torch.tensor([spoilt]), torch.tensor([1.0]))
-    assert (
-        not same(math.nan, math.nan) and not same(True, 1) and same((1, 2), [1, 2]) and same(1, 1.0)
-    )
+        assert not same(spoilt, 1.0)
+        assert not same(torch.tensor([spoilt]), torch.tensor([1.0]))
+    assert not same(math.nan, math.nan)
+    assert not same(True, 1)
+    assert same((1, 2), [1, 2])
+    assert same(1, 1.0)
 
 
 @pytest.mark.parametrize("exercise", EXERCISES)
@@ -216,7 +219,8 @@ COPIES = [
 @pytest.mark.parametrize(("number", "text"), COPIES)
 def test_a_copy_of_a_forbidden_function_is_refused_however_it_was_made(number, text):
     said = verdict_on(number, f"from ddp_course import stage4_ring\n{text}")
-    assert "your code has a copy of" in said.message and all(said.parts.values())
+    assert "your code has a copy of" in said.message
+    assert all(said.parts.values())
 
 
 def test_another_algorithm_of_the_course_is_no_ring():
@@ -225,7 +229,8 @@ def test_another_algorithm_of_the_course_is_no_ring():
         "from ddp_course.collectives.tree import tree_all_reduce\n\n"
         "def ring_all_reduce(tensor, group=None):\n    tree_all_reduce(tensor, group)",
     )
-    assert "your code calls collectives.tree" in said.message and all(said.parts.values())
+    assert "your code calls collectives.tree" in said.message
+    assert all(said.parts.values())
 
 
 CALLS_FOR_NOTHING = "all_reduce(torch.ones(1))\n    return sums"
@@ -386,12 +391,14 @@ def test_committed_notebooks(number, folder):
     for cell in notebook.cells:
         role = cell.metadata.get("ddp_course", {}).get("role")
         text = cell.source
-        assert "BEGIN SOLUTION" not in text and "HIDDEN TESTS" not in text
+        assert "BEGIN SOLUTION" not in text
+        assert "HIDDEN TESTS" not in text
         if role == "answer":
             assert ("NotImplementedError" in text) == (folder == "exercises")
             assert '"""' in text, "signature and docstring stay"
         if cell.cell_type == "code" and folder == "exercises":
-            assert not cell.outputs and cell.execution_count is None
+            assert not cell.outputs
+            assert cell.execution_count is None
         if role == "check" and folder == "solutions":
             number = cell.metadata.ddp_course.task
             said = CORRECT if find(number).inputs(0) else "correct."  # Some draw none.

@@ -12,7 +12,8 @@ def test_every_task_has_three_hints_that_are_not_the_answer():
     tasks = [task.number for exercise in EXERCISES for task in of_exercise(exercise)]
     assert list(all_hints()) == tasks
     for task, hints in all_hints().items():
-        assert len(set(hints)) == LEVELS and all(20 < len(one) < 200 for one in hints), task
+        assert len(set(hints)) == LEVELS, task
+        assert all(20 < len(one) < 200 for one in hints), task
         lines = {line.strip() for line in solution(task).splitlines() if len(line.strip()) > 25}
         assert not [line for line in lines for one in hints if line in one], task
 
@@ -20,17 +21,19 @@ def test_every_task_has_three_hints_that_are_not_the_answer():
 def test_exercises_give_no_hint_before_one_is_asked_for():
     for path in (ROOT / "exercises").glob("[0-9]*.ipynb"):
         text = path.read_text()
-        assert "<details>" not in text and "import check, hint" in text and 'hint(\\"' in text, (
-            path.name
-        )
+        assert "<details>" not in text, path.name
+        assert "import check, hint" in text, path.name
+        assert 'hint(\\"' in text, path.name
 
 
 def test_hints_are_shown_one_by_one(capsys):
     for level in (1, 2, 3):
         hint("4.2", level)
     first, second, third = capsys.readouterr().out.splitlines()
-    assert first.startswith("Hint 1 of 3 for 4.2: ") and first.endswith('hint("4.2", 2) says more.')
-    assert second != first and "says more" not in third
+    assert first.startswith("Hint 1 of 3 for 4.2: ")
+    assert first.endswith('hint("4.2", 2) says more.')
+    assert second != first
+    assert "says more" not in third
     with pytest.raises(ValueError, match=r"no task 4\.99"):
         hint("4.99")
     with pytest.raises(ValueError, match="hints 1 to 3"):

@@ -116,4 +116,6 @@ def test_each_task_has_enough_answers(exercise):
     for task in of_exercise(exercise):
         assert len(of_kind(task, "wrong", "told")) >= 6, task.number
         assert len(of_kind(task, "right")) >= 2, task.number
-        assert task.names and len(task.parts) >= 2 and find(task.number) is task
+        assert task.names
+        assert len(task.parts) >= 2
+        assert find(task.number) is task

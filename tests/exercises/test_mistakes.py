@@ -141,9 +141,8 @@ def test_the_command_says_it_in_a_line_a_task(name, tmp_path, capsys):
     edits, words = MISTAKES[name]
     assert cli.main(["check", "4", "--notebook", str(hand_in(tmp_path / "anna", edits))]) == 1
     lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines()[1:-1])
-    assert (
-        all(words.get(task, "correct") in line for task, line in lines.items()) and len(lines) == 6
-    ), lines
+    assert all(words.get(task, "correct") in line for task, line in lines.items()), lines
+    assert len(lines) == 6, lines
 
 
 def test_a_check_prints_no_last_words_of_gloo(capfd):

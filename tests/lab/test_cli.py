@@ -34,8 +34,10 @@ def test_compare_prints_a_table_and_writes_results(tmp_path, capsys):
     assert "single device" in printed
     assert "ring" in printed
     results = json.loads((tmp_path / "compare.json").read_text())
-    assert results["world_size"] == 2 and len(results["stages"]) == 2
-    assert results["problem"] == "digits" and results["steps"] == 3
+    assert results["world_size"] == 2
+    assert len(results["stages"]) == 2
+    assert results["problem"] == "digits"
+    assert results["steps"] == 3
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,8 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, capsys, tmp_path, monk
     captured = capsys.readouterr()
     assert code == 2
     lines = [line for line in captured.err.splitlines() if line.startswith("ddp-course")]
-    assert len(lines) == 1 and len(lines[0]) > 30
+    assert len(lines) == 1
+    assert len(lines[0]) > 30
     assert not list(tmp_path.rglob("compare.*"))
 
 

@@ -73,7 +73,8 @@ def test_a_planted_mistake_is_found_and_no_other(words):
     right, wrong = MISTAKES[words]
     assert SOURCE.count(right) == 1
     messages = audit(SOURCE.replace(right, wrong))
-    assert len(messages) == 1 and words in messages[0], messages
+    assert len(messages) == 1, messages
+    assert words in messages[0], messages
 
 
 OWN_DATA = """
@@ -133,7 +134,8 @@ def test_a_script_may_share_its_own_data_in_its_own_way(loader, words, tmp_path,
 
 def test_what_was_not_seen_is_said():
     messages = audit("model = None")
-    assert len(messages) == 2 and all(message.startswith("not seen") for message in messages)
+    assert len(messages) == 2
+    assert all(message.startswith("not seen") for message in messages)
 
 
 def test_a_path_in_the_temporary_folder_is_in_the_temporary_folder():

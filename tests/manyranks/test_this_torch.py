@@ -32,7 +32,8 @@ def test_a_torch_that_nobody_tried_is_told_once(version, with_torch, capsys):
     this_torch.say_once()
     this_torch.say_once()
     said = capsys.readouterr().err
-    assert said.startswith(f"torch {version} has not been tried; ") and said.count("\n") == 1
+    assert said.startswith(f"torch {version} has not been tried; ")
+    assert said.count("\n") == 1
     for known in ("2.10.0", "2.15.0", "docs/VERSIONS.md", "checked all the same"):
         assert known in said
 

@@ -17,7 +17,8 @@ def test_the_choice_fits_and_nothing_simpler_is_nearly_as_fast():
     near = [each for each in fitting if each.step_s <= 1.05 * fastest]
     assert chosen.step_s <= 1.05 * fastest
     assert plans.complexity(chosen.run) == min(plans.complexity(each.run) for each in near)
-    assert len(decision.others) == 3 and "next: " in decision.words()
+    assert len(decision.others) == 3
+    assert "next: " in decision.words()
 
 
 def test_every_setting_does_the_same_work_on_all_gpus():
@@ -31,7 +32,8 @@ def test_every_setting_does_the_same_work_on_all_gpus():
 def test_where_nothing_fits_it_says_what_would_be_needed():
     decision = plans.decide(model="gpt-3-175b", gpu="RTX 4090", gpus=8, batch=8)
     assert decision.chosen is None
-    assert "none of" in decision.words() and "GB per GPU; take more" in decision.words()
+    assert "none of" in decision.words()
+    assert "GB per GPU; take more" in decision.words()
 
 
 @pytest.mark.parametrize("batch", [0, -8, 7])

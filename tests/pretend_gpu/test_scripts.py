@@ -37,16 +37,20 @@ def run(gpus, log, *words):
 def test_the_short_script_runs_with_more_ranks_than_gpus_and_with_one_for_each(gpus, tmp_path):
     _, findings = run(gpus, tmp_path / "log", *TORCHRUN, "ddp_course.script", "runs", "ours")
     assert bool(findings.communicators) == (gpus == 2)
-    assert not findings.foreign and not findings.races
+    assert not findings.foreign
+    assert not findings.races
 
 
 def test_a_training_that_goes_on_keeps_to_its_gpus_and_takes_leave_of_nccl(tmp_path):
     words = [*TORCHRUN, "ddp_course.train", "--problem", "synthetic", "--checkpoint", "runs"]
     run(2, tmp_path / "first", *words, "--every", "2", "--steps", "2")
     printed, findings = run(2, tmp_path / "log", *words, "--every", "2", "--steps", "4")
-    assert "step 4/4" in printed and "step 2/4" not in printed
-    assert not findings.foreign and not findings.races
-    assert findings.communicators and findings.farewells == 2
+    assert "step 4/4" in printed
+    assert "step 2/4" not in printed
+    assert not findings.foreign
+    assert not findings.races
+    assert findings.communicators
+    assert findings.farewells == 2
 
 
 @pytest.mark.parametrize(
@@ -69,10 +73,13 @@ def test_compare_chooses_a_problem_that_is_large_enough(words, tmp_path):
     options = ["compare", "--stages", "3", "--steps", "2", "--global-batch", "16", "--out", "out"]
     _, findings = run(2, tmp_path / "log", *words, *options)
     results = json.loads((tmp_path / "out" / "compare.json").read_text())
-    assert results["problem"] == "bytes" and results["global_batch"] == 16
+    assert results["problem"] == "bytes"
+    assert results["global_batch"] == 16
     assert results["parameters"] > 40_000
     assert max(stage["max_abs_diff_vs_single"] for stage in results["stages"]) < 1e-4
-    assert findings.communicators and not findings.foreign and not findings.races
+    assert findings.communicators
+    assert not findings.foreign
+    assert not findings.races
 
 
 ON_THE_MASTER = """
@@ -112,8 +119,10 @@ def test_the_capstone_shards_over_ranks_on_the_processor_beside_a_gpu(tmp_path):
     script = [*TORCHRUN[:-1], str(ROOT / "exercises" / "15_capstone.py"), "runs"]
     options = ["--wrap", "fully_shard", "--device", "cpu", "--steps", "2"]
     printed, findings = run(1, tmp_path / "log", *script, *options)
-    assert '"world_size": 2' in printed and "processor" in printed
-    assert not findings.communicators and not findings.peaks
+    assert '"world_size": 2' in printed
+    assert "processor" in printed
+    assert not findings.communicators
+    assert not findings.peaks
 
 
 CLIPPED = """
@@ -155,7 +164,8 @@ def test_make_gpu_runs(part, tmp_path, monkeypatch):
     report = json.loads((tmp_path / "out" / "gpu.json").read_text())
     assert done.returncode in (0, 1), done.stderr[-2000:]  # A promise about speed may be broken.
     rows = report["parts"][part]["rows"]
-    assert rows and not any("ended by" in row or "left out" in row for row in rows), rows
+    assert rows, rows
+    assert not any("ended by" in row or "left out" in row for row in rows), rows
     for promise in report["parts"][part]["promises"]:
         assert promise["kept"] or "efficiency" in promise["promise"], promise
 
@@ -175,4 +185,6 @@ def test_a_step_on_these_gpus_is_recorded_and_drawn(tmp_path):
     (tmp_path / "own.py").write_text(OWN_TRACE)
     printed, findings = run(2, tmp_path / "log", "own.py")
     assert "% of it hidden under the backward pass" in printed
-    assert findings.communicators and not findings.foreign and not findings.races
+    assert findings.communicators
+    assert not findings.foreign
+    assert not findings.races

@@ -53,7 +53,8 @@ def test_floating_point_weights_and_inputs_are_cast():
 def test_buffers_are_cast_for_good():
     for wanted, moving in ((torch.float64, torch.float64), (None, torch.float32)):
         model, _, _ = run(param_dtype=torch.bfloat16, buffer_dtype=wanted)
-        assert model.moving.dtype == moving and model.moving.tolist() == [1, 1, 1]
+        assert model.moving.dtype == moving
+        assert model.moving.tolist() == [1, 1, 1]
         assert (model.kept_buffer.dtype, model.count.dtype) == (torch.float32, torch.int64)
 
 

@@ -240,7 +240,8 @@ def test_torchs_class_and_ours_do_the_same_beside(name):
     for rank in launched():
         theirs = rank[name]["torch"]
         ours = rank[name]["ours"]
-        assert isinstance(theirs, list) and isinstance(ours, list), (theirs, ours)
+        assert isinstance(theirs, list), (theirs, ours)
+        assert isinstance(ours, list), (theirs, ours)
         assert len(theirs) == len(ours)
         differences = [
             (a.double() - b.double()).abs().max().item() for a, b in zip(theirs, ours, strict=True)
@@ -263,7 +264,8 @@ def copied_by_rank_0():
 
 def test_one_rank_may_copy_the_wrapper():
     first, second = launch(copied_by_rank_0, world_size=2, timeout=30)
-    assert first == second and first[0]
+    assert first == second
+    assert first[0]
 
 
 def refusals_of_a_sharded_model():

@@ -120,7 +120,8 @@ def compare_with_torch():
 def test_buckets_are_torchs(world_size):
     for rank in launch(compare_with_torch, world_size=world_size):
         for name, (theirs, ours) in rank.items():
-            assert theirs and theirs == ours, name
+            assert theirs, name
+            assert theirs == ours, name
 
 
 def assignment_pair(seed):
@@ -196,10 +197,8 @@ def half_the_bytes(DDP):
             == {p.grad.dtype for p in model.parameters()}
             == {torch.float32}
         )
-    assert (
-        sent["both"] == sent["buckets"] == sent["float32"] / 2
-        and sent["computing"] == sent["float32"]
-    ), sent
+    assert sent["both"] == sent["buckets"] == sent["float32"] / 2, sent
+    assert sent["computing"] == sent["float32"], sent
 
 
 def nothing_left_behind(DDP):

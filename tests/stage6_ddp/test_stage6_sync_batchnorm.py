@@ -179,7 +179,11 @@ def in_half_precision(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_inputs_in_half_precision_beside_weights_in_float32(dtype):
     for kind, (outputs, grad, weight, bias) in launch(in_half_precision, dtype, world_size=2):
-        assert kind == dtype and outputs < 0.02 and grad < 1e-2 and weight < 1 and bias < 1
+        assert kind == dtype
+        assert outputs < 0.02
+        assert grad < 1e-2
+        assert weight < 1
+        assert bias < 1
 
 
 def in_a_model():

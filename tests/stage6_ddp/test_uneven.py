@@ -56,5 +56,6 @@ def test_the_buffers_that_go_on_are_those_that_go_on_with_torch():
     for rank in ranks:
         assert rank["ours"] == rank["torch"]
     longer, shorter = (rank["ours"] for rank in ranks)
-    assert len(longer) == 3 + 2 + 2 + 1 + 2 + 1 and len(shorter) == 1 + 2 + 2 + 2 + 2 + 1
+    assert len(longer) == 3 + 2 + 2 + 1 + 2 + 1
+    assert len(shorter) == 1 + 2 + 2 + 2 + 2 + 1
     assert longer[0] != longer[1] != longer[2], "rank 0's own went on while rank 1 was out of data"

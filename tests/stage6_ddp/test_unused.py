@@ -28,14 +28,12 @@ def test_outputs_behind_the_entrance_keep_their_structure():
     passed = behind_entrance(
         {"product": product, "others": (plain, None)}, lambda: entered.append("yes")
     )
-    assert (
-        list(passed) == ["product", "others"]
-        and passed["others"][0] is plain
-        and passed["others"][1] is None
-    )
-    assert passed["product"].data_ptr() != product.data_ptr() and torch.equal(
-        passed["product"], product
-    )
+    assert list(passed) == ["product", "others"]
+    assert passed["others"][0] is plain
+    assert passed["others"][1] is None
+    assert passed["product"].data_ptr() != product.data_ptr()
+    assert torch.equal(passed["product"], product)
     assert not entered
     passed["product"].mul_(1).sum().backward()
-    assert entered == ["yes"] and weight.grad.tolist() == [2, 2]
+    assert entered == ["yes"]
+    assert weight.grad.tolist() == [2, 2]

@@ -562,7 +562,5 @@ def test_who_comes_alone_is_told_who_is_missing():
     messages, *_ = launch(alone, world_size=3)
     assert "rank 2 has not come to this recv" in messages.pop("a pass")
     for what, message in messages.items():
-        assert "needs all ranks together" in message and "Ranks 1, 2 failed" in message, (
-            what,
-            message,
-        )
+        assert "needs all ranks together" in message, (what, message)
+        assert "Ranks 1, 2 failed" in message, (what, message)

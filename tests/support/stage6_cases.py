@@ -529,13 +529,12 @@ def state_dict_and_attributes(DDP):
     model.note = "mine"
     parallel = DDP(model)
     assert list(parallel.state_dict()) == ["module." + name for name in model.state_dict()]
-    assert parallel.module is model and not hasattr(parallel, "note")
+    assert parallel.module is model
+    assert not hasattr(parallel, "note")
     parallel.load_state_dict(parallel.state_dict())
-    assert (
-        parallel.device_ids is None
-        and parallel.device.type == "cpu"
-        and parallel.require_backward_grad_sync
-    )
+    assert parallel.device_ids is None
+    assert parallel.device.type == "cpu"
+    assert parallel.require_backward_grad_sync
     parallel.eval()
     assert not model.training
     assert sum(1 for _ in parallel.parameters()) == 4

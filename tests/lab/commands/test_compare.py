@@ -42,7 +42,8 @@ def results(request):
 def test_all_stages_compute_the_same(results):
     assert [stage.stage for stage in results.stages] == list(ALL)
     single = results.stages[0].loss
-    assert len(single) == 3 and len(set(single)) == 3
+    assert len(single) == 3
+    assert len(set(single)) == 3
     for stage in results.stages:
         assert stage.max_abs_diff_vs_single < 1e-12
         assert stage.loss == pytest.approx(single, abs=1e-12)
@@ -71,7 +72,8 @@ def test_bytes_are_exactly_the_formula(results):
         assert key not in wanted or stage.bytes_formula == wanted[key], key
     assert (stages["8"].bytes_sent_max > 0) == (K > 1)
     assert stages["6"].bytes_formula == stages["torch"].bytes_formula == ring
-    assert stages["3"].messages_max == 2 * (K - 1) and stages["4"].messages_max == 4 * (K - 1)
+    assert stages["3"].messages_max == 2 * (K - 1)
+    assert stages["4"].messages_max == 4 * (K - 1)
     assert all(stages[key].messages_max is None for key in NOT_COUNTED)
 
 
@@ -85,7 +87,8 @@ def test_times_and_timelines_are_there(results):
             assert {"forward", "backward", "update"} <= names
             assert ("communication" in names) == (stage.stage not in ("1", "2"))
     waiting = {stage.stage: stage.communication_ms for stage in results.stages}
-    assert waiting["1"] == 0 and waiting["2"] is None  # Copies between threads are not timed.
+    assert waiting["1"] == 0
+    assert waiting["2"] is None, "copies between threads are not timed"
     assert results.world_size == 1 or waiting["3"] > 0
 
 
@@ -94,7 +97,8 @@ def test_results_are_saved_as_json_and_figure(results, tmp_path):
     assert [path.name for path in paths] == ["compare.json", "compare.png"]
     assert Comparison.from_json(paths[0].read_text()) == results
     written = json.loads(paths[0].read_text())
-    assert written["version"] == VERSION and written["stages"][0]["step_ms"] > 0
+    assert written["version"] == VERSION
+    assert written["stages"][0]["step_ms"] > 0
     assert paths[1].read_bytes().startswith(b"\x89PNG")
     assert sorted(paths[0].parent.iterdir()) == paths
     assert all(stage.name in compare.table(results).text for stage in results.stages)
@@ -130,7 +134,8 @@ def test_wrong_weights_show_as_a_difference(monkeypatch):
     monkeypatch.setitem(ladder.STAGES, "9", imaginary(without_division))
     results = compare.run("synthetic", 2, 3, "3,9", **RAW)
     right, wrong = (stage.max_abs_diff_vs_single for stage in results.stages)
-    assert right < 1e-12 and wrong > 1e-6
+    assert right < 1e-12
+    assert wrong > 1e-6
 
 
 def test_a_loss_that_is_no_number_is_told_and_not_written():
@@ -215,13 +220,15 @@ def test_stages_are_held_against_their_ideals(on_devices):
     assert ideal["4"] == ideal["4w"] == pytest.approx(single / 2 + 1000 * p / b)
     bitmap = 4 * len(list(problems.make("digits").model().parameters()))
     assert ideal["7o"] == pytest.approx(ideal["4"] + 1000 * bitmap / b, rel=1e-12)
-    assert ideal["5"] == ideal["6"] == ideal["torch"] and single / 2 < ideal["5"] < ideal["4"]
+    assert ideal["5"] == ideal["6"] == ideal["torch"]
+    assert single / 2 < ideal["5"] < ideal["4"]
     for stage in on_devices.stages:
         assert stage.device == "3 GFLOP/s"
         assert stage.speed_up == pytest.approx(on_devices.stages[0].step_ms / stage.step_ms)
         bound = 5e-4 if stage.stage in NEARLY else 1e-9
         assert stage.step_ms == pytest.approx(stage.ideal_ms, rel=bound), stage.name
-        assert len(stage.loss) == 6 and stage.max_abs_diff_vs_single < 1e-4
+        assert len(stage.loss) == 6
+        assert stage.max_abs_diff_vs_single < 1e-4
 
 
 class NotSlowed(Link):
@@ -252,7 +259,8 @@ def test_what_is_drawn_is_what_the_bars_say(on_devices):
 
 def test_the_complete_class_hides_as_much_as_torchs(on_devices):
     exposed = {stage.stage: stage.communication_ms for stage in on_devices.stages}
-    assert exposed["6"] == pytest.approx(exposed["torch"]) and exposed["6"] > 0.1
+    assert exposed["6"] == pytest.approx(exposed["torch"])
+    assert exposed["6"] > 0.1
 
 
 def test_a_span_that_is_missing_shows(on_devices):
@@ -333,12 +341,14 @@ def test_a_stage_of_ones_own_stands_beside_the_others_and_is_told_where_it_goes_
     results = compare.run("digits", 2, 4, "4", global_batch=24, yours=own)
     [ring, right, wrong] = results.stages
     assert [each.label for each in results.stages] == ["4 ring", "by torch", "only once"]
-    assert right.differs_from_step is None and right.max_abs_diff_vs_single < 1e-6
+    assert right.differs_from_step is None
+    assert right.max_abs_diff_vs_single < 1e-6
     # A step takes what the ring's takes, and what is not computing is waiting.
     assert right.step_ms == pytest.approx(ring.step_ms, rel=0.01)
     assert right.communication_ms == pytest.approx(ring.communication_ms, rel=0.02)
     assert right.bytes_sent_max is None
-    assert wrong.differs_from_step == 2 and wrong.max_abs_diff_vs_single > 1e-3
+    assert wrong.differs_from_step == 2
+    assert wrong.max_abs_diff_vs_single > 1e-3
     assert "from step 2 on" in str(compare.table(results))
     assert "only once trains something else" in compare_figure(results).axes[0].get_title("left")
     assert Comparison.from_json(results.to_json()).stages == results.stages
@@ -403,7 +413,8 @@ def mine(tmp_path, monkeypatch):
 def test_a_model_of_ones_own_is_compared_with_its_data_loss_and_optimizer(mine):
     steps = 3
     first = compare.run(model="mine.py:make", world_size=2, steps=steps, stages="1,4,torch")
-    assert first.problem == "mine.py:make" and first.parameters == 18
+    assert first.problem == "mine.py:make"
+    assert first.parameters == 18
     assert first.max_abs_diff < 1e-6
     for stage in first.stages[:2]:
         assert stage.step_ms == pytest.approx(stage.ideal_ms, rel=1e-3)
@@ -445,7 +456,8 @@ def test_a_changed_file_is_read_anew_and_a_function_needs_no_file(mine, tmp_path
         return {"model": torch.nn.Linear(4, 2), "data": (torch.ones(8, 4), torch.ones(8).long())}
 
     results = compare.run(model=make, **settings)
-    assert results.problem == "make" and results.global_batch == 8
+    assert results.problem == "make"
+    assert results.global_batch == 8
 
 
 @pytest.mark.parametrize(
@@ -486,7 +498,8 @@ def test_a_model_of_ones_own_has_its_own_data_and_size(mine, capsys):
 
 def test_the_table_says_what_the_agreement_is_worth(on_devices):
     table = compare.table(on_devices)
-    assert "--real-sockets" in table.text and "--real-sockets" in table.html
+    assert "--real-sockets" in table.text
+    assert "--real-sockets" in table.html
     assert "on real" not in table.text
     measured = [replace(stage, on_sockets=1.05) for stage in on_devices.stages]
     assert "on real sockets: a step" in compare.table(replace(on_devices, stages=measured)).text

@@ -47,14 +47,17 @@ def test_an_update_renews_what_nobody_touched_and_keeps_the_learners_work(course
     lab.bring(mine)
     answered = mine / "exercises" / "04_ring.md"
     answered.write_text("my answer")
-    assert lab.bring(mine) == [] and answered.read_text() == "my answer"
+    assert lab.bring(mine) == []
+    assert answered.read_text() == "my answer"
     (course / "exercises" / "04_ring.md").write_text("exercise, mended")
     (course / "notebooks" / "00_start_here.md").write_text("first, mended")
     for _ in range(2):
-        assert lab.bring(mine) == ["exercises/04_ring.md"] and answered.read_text() == "my answer"
+        assert lab.bring(mine) == ["exercises/04_ring.md"]
+        assert answered.read_text() == "my answer"
     assert (mine / "notebooks" / "00_start_here.md").read_text() == "first, mended"
     answered.rename(mine / "exercises" / "04_ring_mine.md")
-    assert lab.bring(mine) == [] and answered.read_text() == "exercise, mended"
+    assert lab.bring(mine) == []
+    assert answered.read_text() == "exercise, mended"
 
 
 def test_a_lesson_comes_without_outputs_and_running_it_does_not_make_it_the_learners(
@@ -77,7 +80,8 @@ def test_a_lesson_comes_without_outputs_and_running_it_does_not_make_it_the_lear
     # The learner has opened, run and saved it.
     mine.write_text(lesson(["1 ", "+ 1"], "2", language_info={"name": "python"}))
     original.write_text(lesson("1 + 2", "3"))
-    assert lab.bring(tmp_path) == [] and "1 + 2" in mine.read_text()
+    assert lab.bring(tmp_path) == []
+    assert "1 + 2" in mine.read_text()
 
 
 def test_what_was_there_before_is_not_overwritten(course, tmp_path):

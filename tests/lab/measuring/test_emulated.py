@@ -17,8 +17,10 @@ def job_of(world_size=4, cap_mb=0.1):
 
 def test_the_work_of_a_step():
     work = job_of().work(Device("2GFLOP/s"))
-    assert work.flops == FLOPS and work.compute_s == pytest.approx(FLOPS / 2e9)
-    assert work.update_s == 0.0 and sum(layer.gradient_bytes for layer in work.layers) == BYTES
+    assert work.flops == FLOPS
+    assert work.compute_s == pytest.approx(FLOPS / 2e9)
+    assert work.update_s == 0.0
+    assert sum(layer.gradient_bytes for layer in work.layers) == BYTES
     share = job_of().work(Device("2GFLOP/s"), 4)
     assert share.compute_s == pytest.approx(work.compute_s / 4)
 
@@ -67,18 +69,23 @@ def test_what_is_chosen():
         return emulated.device_and_link(job, device, speed, link, "virtual")
 
     device, link = chosen()
-    assert isinstance(device, Device) and isinstance(link, Link)
-    assert chosen(speed="none")[0] == "auto" and chosen(speed="none")[1].bandwidth == 200e6
+    assert isinstance(device, Device)
+    assert isinstance(link, Link)
+    assert chosen(speed="none")[0] == "auto"
+    assert chosen(speed="none")[1].bandwidth == 200e6
     assert chosen(speed="5GFLOP/s")[0].rate == 5e9
     mine = Device("3GFLOP/s")
-    assert chosen(device=mine, link=None) == (mine, None) and chosen(link="none")[1] is None
-    assert chosen(link="50Mbit")[1].bandwidth == 50e6 and chosen(link="5Mbit")[0].rate < device.rate
+    assert chosen(device=mine, link=None) == (mine, None)
+    assert chosen(link="none")[1] is None
+    assert chosen(link="50Mbit")[1].bandwidth == 50e6
+    assert chosen(link="5Mbit")[0].rate < device.rate
 
 
 def test_spawned_ranks_have_devices_and_links_too(monkeypatch):
     monkeypatch.setenv("MANYRANKS_START", "spawn")
     device, link = emulated.device_and_link(job_of(), "auto", "auto", "auto", "virtual")
-    assert isinstance(device, Device) and link.mode == "virtual"
+    assert isinstance(device, Device)
+    assert link.mode == "virtual"
 
 
 def test_gpus_are_not_slowed(monkeypatch):

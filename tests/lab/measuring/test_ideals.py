@@ -34,15 +34,14 @@ def test_buckets_leave_when_they_are_full_and_one_after_another(cap_mb, mbit):
     costs = theory.Costs.of_link(mbit * 1e6)
     work = job.work(DEVICE, 4)
     sizes = [layer.gradient_bytes for layer in work.layers if layer.gradient_bytes]
-    assert (
-        sizes == [parameter.nbytes for parameter in job.model().parameters()]
-        and sum(sizes) == BYTES
-    )
+    assert sizes == [parameter.nbytes for parameter in job.model().parameters()]
+    assert sum(sizes) == BYTES
     ideal = ideals.overlapped_seconds(ladder.find("5"), job, DEVICE, costs)
     sending = 1.5 * BYTES * costs.beta
     assert max(work.compute_s, sending) <= ideal <= work.compute_s + sending + 1e-12
     whole = ideals.overlapped_seconds(ladder.find("5"), job_of(4, 1e6), DEVICE, costs)
-    assert whole == pytest.approx(work.compute_s + sending) and ideal <= whole + 1e-12
+    assert whole == pytest.approx(work.compute_s + sending)
+    assert ideal <= whole + 1e-12
 
 
 @pytest.mark.parametrize("problem", ["digits", "bytes"])
@@ -57,7 +56,8 @@ def test_fully_sharded_takes_its_compute_or_its_traffic_or_something_in_between(
 
     traffic_s = 8 * 3 * 0.75 * p / 1e3
     assert seconds(1e18) == pytest.approx(compute_s)
-    assert seconds(1e3) == pytest.approx(traffic_s, rel=0.01) and seconds(1e3) >= traffic_s
+    assert seconds(1e3) == pytest.approx(traffic_s, rel=0.01)
+    assert seconds(1e3) >= traffic_s
     assert compute_s < seconds(8 * 3 * 0.75 * p / compute_s) < 2 * compute_s
 
 

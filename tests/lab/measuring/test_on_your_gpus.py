@@ -17,21 +17,27 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8, 16])
 def test_every_size_has_layers_and_heads_for_all_ranks(world_size):
     sizes = list(on_your_gpus.sizes(world_size))
-    assert len(sizes) > 5 and sizes == sorted(sizes)
+    assert len(sizes) > 5
+    assert sizes == sorted(sizes)
     for size in sizes:
         layers, width = gpt_shape(size.parameters)
-        assert layers + 2 >= world_size and width // 32 >= world_size
+        assert layers + 2 >= world_size
+        assert width // 32 >= world_size
         assert size.global_batch % (4 * world_size) == 0
 
 
 def test_without_gpus_it_runs_on_the_processor_and_says_so(capsys):
     results = measured("3,torch")
-    assert "No GPU" in (said := capsys.readouterr().out) and "another machine's" in said
+    said = capsys.readouterr().out
+    assert "No GPU" in said
+    assert "another machine's" in said
     assert [stage.stage for stage in results.stages] == ["1", "3", "torch"]
-    assert results.max_abs_diff < 1e-5 and results.emulated_device is None
+    assert results.max_abs_diff < 1e-5
+    assert results.emulated_device is None
     figure = show.compare_figure(results)
     assert results.measured_on == "this machine's processor"
-    assert "one NVIDIA H200" in figure.alt and "times as fast" not in figure.alt
+    assert "one NVIDIA H200" in figure.alt
+    assert "times as fast" not in figure.alt
     rows = json.loads((ROOT / "results" / "gpu.json").read_text())["parts"]["lessons"]["rows"]
     of_others = {row["stage"]: row["step_ms"] for row in rows}
     drawn = [bar.get_height() for bar in figure.axes[0].patches]

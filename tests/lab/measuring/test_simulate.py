@@ -157,9 +157,8 @@ def test_efficiency_falls_with_devices_and_the_knee_is_where_it_passes_90_percen
     network = Network(Costs(3e-6, 1e-10))
     steps = [simulate(even_profile(), 2**k, network, bucket_cap_mb=1) for k in range(11)]
     efficiencies = [step.efficiency for step in steps]
-    assert efficiencies == sorted(efficiencies, reverse=True) and efficiencies[0] == pytest.approx(
-        1
-    )
+    assert efficiencies == sorted(efficiencies, reverse=True)
+    assert efficiencies[0] == pytest.approx(1)
     at = knee(steps)
     position = [step.world_size for step in steps].index(at)
     assert efficiencies[position] >= 0.9 > efficiencies[position + 1] > 0.5

@@ -49,7 +49,8 @@ def test_an_exception_in_forward_does_not_confuse_the_next_one():
         with pytest.raises(RuntimeError):
             model(torch.randn(3, 5))
         model(torch.randn(3, 4))
-    assert spans and spans[-1].name == "forward"
+    assert spans
+    assert spans[-1].name == "forward"
 
 
 def test_communication_is_told_apart_by_thread_and_wait():
@@ -167,4 +168,5 @@ def test_the_master_waits_while_another_device_works():
         ("communication", 3, 5),
         ("update", 6, 7),
     ]
-    assert [span.name for span in second] == ["backward"] and timeline.exposed(spans) == 3
+    assert [span.name for span in second] == ["backward"]
+    assert timeline.exposed(spans) == 3

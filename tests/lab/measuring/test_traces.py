@@ -84,9 +84,11 @@ def test_a_trace_of_ones_own_is_read_by_the_step_that_launched_a_kernel(tmp_path
         ("update", "compute"),
     ]
     [(sum_, numbers)] = first.reduced
-    assert numbers == 12 and sum_.start == pytest.approx(70e-6)
+    assert numbers == 12
+    assert sum_.start == pytest.approx(70e-6)
     assert [span.name for span in first.processor] == ["backward", "update"]
-    assert len(second.gpu) == 1 and second.seconds_in("compute") == pytest.approx(5e-6)
+    assert len(second.gpu) == 1
+    assert second.seconds_in("compute") == pytest.approx(5e-6)
 
 
 def test_without_marks_of_steps_the_whole_trace_is_one(tmp_path):
@@ -106,4 +108,5 @@ def test_a_trace_without_a_gpu_is_refused(tmp_path):
 def test_the_figure_says_how_long_the_gpu_computes(tmp_path):
     assert show.trace(step=1).message.startswith("The GPU computes for 38 of 220 ms; 5 all-reduces")
     figure = show.trace(write_trace(tmp_path / "mine.json"), step=1)
-    assert "0 all-reduces" in figure.message and figure.png()
+    assert "0 all-reduces" in figure.message
+    assert figure.png()

@@ -29,6 +29,8 @@ from manyranks.clocks.stalls import Line
 from manyranks.errors import Awaited
 from manyranks.orders.verdict import Event, judge
 
+SMALLEST_FONT = 9  # In points: smaller letters cannot be read where a notebook shows the figure.
+
 
 def compare_results(stages=("1", "2", "3", "4w", "4", "5", "torch"), world_size=4):
     names = {
@@ -145,13 +147,13 @@ def test_every_figure_can_be_read(name, picture):
     texts = [
         text for text in picture.findobj(Text) if text.get_visible() and text.get_text().strip()
     ]
-    assert texts and all(text.get_fontsize() >= 9 for text in texts), [
-        t.get_text() for t in texts if t.get_fontsize() < 9
-    ]
-    assert picture.message and "\n" not in picture.message, "the message is one line"
-    assert picture.message in picture.alt and picture.kind in picture.alt, (
-        "the alternative text says less"
-    )
+    assert texts, f"{name} has no text"
+    too_small = [text.get_text() for text in texts if text.get_fontsize() < SMALLEST_FONT]
+    assert too_small == []
+    assert picture.message, f"{name} claims nothing"
+    assert "\n" not in picture.message, "the message is one line"
+    assert picture.message in picture.alt, "the alternative text says less"
+    assert picture.kind in picture.alt, "the alternative text says less"
     assert overlapping(picture) == [], f"overlapping labels in {name}"
 
 
@@ -199,14 +201,16 @@ def test_the_scaling_figure_has_a_circle_where_scaling_ends_if_that_is_inside_of
     assert list(ring.get_ydata()) == pytest.approx([100, 100, 100 / 1.1, 50])
     assert (list(circle.get_xdata()), circle.get_markersize()) == ([4], 11)
     assert list(circle.get_ydata()) == pytest.approx([100 / 1.1])
-    assert list(tree.get_xdata()) == [1, 2] and set(limit.get_ydata()) == {90}
+    assert list(tree.get_xdata()) == [1, 2]
+    assert set(limit.get_ydata()) == {90}
 
 
 @pytest.mark.parametrize("slow", [30.0, 300.0])
 def test_the_bucket_figure_shows_every_point_whole(slow):
     below = bucket_explorer({0.1: slow}).picture().axes[1]
     highest = max(height for line in below.lines[:2] for height in line.get_ydata())
-    assert highest >= slow and below.get_ylim()[1] > 1.05 * highest
+    assert highest >= slow
+    assert below.get_ylim()[1] > 1.05 * highest
 
 
 def overlapping(picture):
@@ -260,7 +264,9 @@ def test_the_overlap_check_sees_an_overlap():
 
 def test_comparison_message_is_computed():
     message = plots.comparison_message(compare_results())
-    assert "6.0e-07" in message and "3.0 (server)" in message and "6.0 (buckets) times" in message
+    assert "6.0e-07" in message
+    assert "3.0 (server)" in message
+    assert "6.0 (buckets) times" in message
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8])
@@ -300,14 +306,14 @@ def test_ring_schedule_is_that_of_the_stage():
 def test_source_and_diff_are_live():
     assert "optimizer.zero_grad()" in repr(show.source(stage1_single.train))
     folded = show.source(stage1_single.train, click="Write <it> first")._repr_html_()
-    assert (
-        folded.startswith("<details><summary>Write &lt;it&gt; first</summary>")
-        and "zero_grad" in folded
-    )
+    assert folded.startswith("<details><summary>Write &lt;it&gt; first</summary>")
+    assert "zero_grad" in folded
     assert "<details>" not in show.source(stage1_single.train)._repr_html_()
     diff = show.diff(stage1_single.train, stage5_bucketed.train)
-    assert "+     parallel = BucketedDDP(model" in repr(diff) and 2 <= changed(diff) <= 10
-    assert "<div" in diff._repr_html_() and "&lt;" not in show.diff("a", "b")._repr_html_()
+    assert "+     parallel = BucketedDDP(model" in repr(diff)
+    assert 2 <= changed(diff) <= 10
+    assert "<div" in diff._repr_html_()
+    assert "&lt;" not in show.diff("a", "b")._repr_html_()
     assert "&lt;b&gt;" in show.diff("<b>", "c")._repr_html_()
     assert changed(show.diff(stage1_single.train, stage1_single.train)) == 0
 
@@ -358,12 +364,12 @@ def test_sliders_redraw_and_leave_a_picture_and_a_recipe_without_widgets(name):
     explorer, control, value = explorers()[name]
     before = bytes(explorer.image.value)
     bundle, metadata = explorer._repr_mimebundle_()
-    assert "image/png" in bundle and bundle["text/plain"] == explorer.caption
+    assert "image/png" in bundle
+    assert bundle["text/plain"] == explorer.caption
     assert len(metadata["image/png"]["alt"]) > 20
     again = widgets.rebuild(json.loads(json.dumps(bundle[widgets.MIME])))
-    assert again.image.value == before and again.alt == explorer.alt, (
-        "the site makes another one of what is stored"
-    )
+    assert again.image.value == before, "the site makes another one of what is stored"
+    assert again.alt == explorer.alt, "the site makes another one of what is stored"
     explorer.controls[control].value = value
     assert bytes(explorer.image.value) != before, "the figure did not change"
     size = Image.open(io.BytesIO(explorer.image.value)).size
@@ -377,7 +383,8 @@ def test_ring_stepper_follows_the_number_of_ranks():
     stepper = widgets.ring_stepper(4)
     stepper.controls["step"].value = 6
     stepper.controls["world_size"].value = 2
-    assert stepper.controls["step"].max == 2 and stepper.controls["step"].value == 2
+    assert stepper.controls["step"].max == 2
+    assert stepper.controls["step"].value == 2
     assert "4 of 4 chunks complete" in stepper.message.value
 
 
@@ -404,9 +411,11 @@ def test_the_central_explorer_agrees_with_the_comparison_and_its_winners_change_
     slow, fast = (
         widgets.strategies_explorer(share=share).picture().message for share in (200, 0.5)
     )
-    assert "none is faster" in slow and "none is faster" not in fast
+    assert "none is faster" in slow
+    assert "none is faster" not in fast
     many = widgets.strategies_explorer(world_size=8, share=200).picture()
-    assert "no pipeline" in many.message and "no pipeline" not in slow
+    assert "no pipeline" in many.message
+    assert "no pipeline" not in slow
     assert "0.0" not in [text.get_text() for text in many.axes[0].texts], "a bar that says nothing"
 
 

@@ -93,7 +93,8 @@ def test_torchs_collectives_take_their_closed_forms():
     ranks = launch(collectives, world_size=4, link=LINK)
     ends = [12 * MS, 22 * MS, 31 * MS, 33 * MS]
     for rank, (total, parts, moments, objects) in enumerate(ranks):
-        assert total == 6.0 and parts == [float(4 * source + rank) for source in range(4)]
+        assert total == 6.0
+        assert parts == [float(4 * source + rank) for source in range(4)]
         assert moments == ends
         if rank < 2:
             assert objects == [{"rank": 0}, {"rank": 1}]
@@ -185,7 +186,8 @@ def test_threads_hand_over_in_the_order_of_virtual_time():
     """The pool asks once whether a worker is idle, which costs 10 microseconds."""
     first, second = launch(hand_overs, world_size=2, link=LINK)
     assert first[:3] == [(n, (1 + 5 * n) * MS, (1 + 5 * n) * MS) for n in (1, 2, 3)]
-    assert first[3] == pytest.approx(40.01 * MS, abs=2) and first == second
+    assert first[3] == pytest.approx(40.01 * MS, abs=2)
+    assert first == second
 
 
 def a_place_that_is_given_again():

@@ -25,10 +25,8 @@ def test_impossible_devices_are_refused(options, words):
 
 def test_a_roofline_has_two_sides():
     device = Device("2GFLOP/s", memory="1GB/s")
-    assert device.seconds(4e9, 1e9) == (2.0, "flops") and device.seconds(1e9, 3e9) == (
-        3.0,
-        "memory",
-    )
+    assert device.seconds(4e9, 1e9) == (2.0, "flops")
+    assert device.seconds(1e9, 3e9) == (3.0, "memory")
     assert Device("2GFLOP/s").seconds(0, 1e9) == (0.0, "flops")
 
 
@@ -72,7 +70,8 @@ def test_a_name_may_be_an_alias_and_a_given_memory_counts():
 def test_one_device_for_all_ranks_or_one_for_each():
     fast = Device("20MFLOP/s")
     slow = Device("10MFLOP/s")
-    assert for_ranks(fast, 2) == [fast, fast] and for_ranks([fast, slow], 2) == [fast, slow]
+    assert for_ranks(fast, 2) == [fast, fast]
+    assert for_ranks([fast, slow], 2) == [fast, slow]
     with pytest.raises(EmulationError, match="2 devices for 3 ranks"):
         launch(print, world_size=3, device=[fast, slow])
     with pytest.raises(EmulationError, match="'cpu' is no Device"):

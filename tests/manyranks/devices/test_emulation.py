@@ -72,7 +72,8 @@ def test_attention_on_the_processor_costs_what_attention_costs():
         outputs.sum().backward()
     product = 2 * 2 * 3 * 16 * 16 * 8
     # The backward pass computes the scores anew.
-    assert forward == 2 * product and emulated.flops - forward == 5 * product
+    assert forward == 2 * product
+    assert emulated.flops - forward == 5 * product
 
 
 def test_memory_bounds_what_has_few_flops():
@@ -88,7 +89,8 @@ def test_memory_bounds_what_has_few_flops():
     assert multiply[:5] == ("mm", 0, 2 * 64 * 32 * 16, nbytes, "memory")
     assert (add.name, add.bound) == ("add_", "memory")
     assert multiply.seconds == pytest.approx(nbytes / 1e8)
-    assert add.seconds == pytest.approx(2 * 4 * 64 * 16 / 1e8) and add.start == multiply.end
+    assert add.seconds == pytest.approx(2 * 4 * 64 * 16 / 1e8)
+    assert add.start == multiply.end
     with Device("1GFLOP/s").emulate(sleep=False) as emulated:
         product.add_(1.0)
     assert emulated.busy_s == 0.0, "a device without memory takes no time for it"
@@ -136,9 +138,8 @@ def test_full_speed_ends_the_time_and_not_the_results():
     with Device("2GFLOP/s").emulate(sleep=False) as emulated:
         train(model, some_at_full_speed(batches(steps=6)))
     train(plain, batches(steps=6))
-    assert emulated.busy_s == pytest.approx(two.busy_s) and torch.equal(
-        weights(model), weights(plain)
-    )
+    assert emulated.busy_s == pytest.approx(two.busy_s)
+    assert torch.equal(weights(model), weights(plain))
     full_speed()  # Without an emulation there is nothing to end.
 
 
@@ -170,7 +171,8 @@ def copies():
 def test_copies_take_the_time_of_the_bus():
     device = Device("2GFLOP/s").over(Link("80Mbit"))
     ((moments, copied),) = launch(copies, world_size=1, device=device)
-    assert moments == pytest.approx([0.0, 0.1, 0.1], abs=1e-12) and copied == 1_000_000
+    assert moments == pytest.approx([0.0, 0.1, 0.1], abs=1e-12)
+    assert copied == 1_000_000
 
 
 def span_of(names):
@@ -214,8 +216,10 @@ def test_torchs_own_class_computes_the_same_bits_on_emulated_devices():
     for (losses, trained, nothing), (same_losses, same_weights, flops) in zip(
         plain, emulated, strict=True
     ):
-        assert losses == same_losses and torch.equal(trained, same_weights)
-        assert nothing is None and flops > 1e4
+        assert losses == same_losses
+        assert torch.equal(trained, same_weights)
+        assert nothing is None
+        assert flops > 1e4
 
 
 def busy_on_rank():

@@ -111,7 +111,8 @@ def test_the_culprit_is_named_first(name):
     assert matches(ending, name)
     assert now <= 1.1 + WAIT
     ending, now = play(up((1.0, event)))
-    assert matches(ending, name) and now <= 1.45 + GRACE_SECONDS
+    assert matches(ending, name)
+    assert now <= 1.45 + GRACE_SECONDS
 
 
 @pytest.mark.parametrize("name", sorted(TIMED_OUT))
@@ -119,7 +120,8 @@ def test_ranks_that_do_not_answer_run_out_of_time(name):
     """Nothing is heard of a culprit but, if it has returned, its result."""
     returned = [(1.0, Returned(2, None))] if "returned" in name else []
     ending, now = play(up(*returned), timeout=5.0)
-    assert ending == TimedOut() and now == pytest.approx(5.0, abs=0.1)
+    assert ending == TimedOut()
+    assert now == pytest.approx(5.0, abs=0.1)
 
 
 def test_exceptions_in_all_ranks_are_sorted_by_time():
@@ -127,7 +129,8 @@ def test_exceptions_in_all_ranks_are_sorted_by_time():
     ending, now = play(
         up(*late, (1.2, raises("ValueError", "the first", traceback="raise ValueError")))
     )
-    assert matches(ending, IN_ALL) and now == 1.2
+    assert matches(ending, IN_ALL)
+    assert now == 1.2
 
 
 def test_a_rank_that_is_killed_after_all_have_answered_has_failed():
@@ -140,10 +143,12 @@ def test_results_are_there_when_all_processes_are_gone_or_do_not_go():
     returned = [(1.0, Returned(rank, rank)) for rank in range(3)]
     exited = [(1.1, Ended(rank, 0, "", 1.1)) for rank in range(3)]
     ending, now = play(up(*returned, *exited, (1.2, Gone())))
-    assert isinstance(ending, Results) and now == 1.2
+    assert isinstance(ending, Results)
+    assert now == 1.2
     assert [ending.by_rank[rank].result for rank in range(3)] == [0, 1, 2]
     ending, now = play(up(*returned))
-    assert isinstance(ending, Results) and now == pytest.approx(1.0 + ENDING_SECONDS, abs=0.1)
+    assert isinstance(ending, Results)
+    assert now == pytest.approx(1.0 + ENDING_SECONDS, abs=0.1)
 
 
 @pytest.mark.parametrize("events", [up(), [], up((1.0, loses_its_peer(0)))])
@@ -154,12 +159,14 @@ def test_processes_that_are_gone_without_a_cause_were_cut_off(events):
 def test_ranks_that_all_end_by_themselves_have_failed():
     ends = [(1.0, Ended(rank, 0, "", 1.0)) for rank in range(3)]
     ending, now = play(up(*ends, (1.0, Gone())))
-    assert [failure.type_name for failure in ending.failures] == ["exited"] * 3 and now == 1.0
+    assert [failure.type_name for failure in ending.failures] == ["exited"] * 3
+    assert now == 1.0
 
 
 def test_broken_connections_alone_are_told_after_a_while():
     ending, now = play(up((1.0, loses_its_peer(0, 1.0))))
-    assert ending.failures[0].consequence and now == pytest.approx(1.0 + WAIT, abs=0.1)
+    assert ending.failures[0].consequence
+    assert now == pytest.approx(1.0 + WAIT, abs=0.1)
 
 
 def test_what_cannot_begin_is_refused():
@@ -168,4 +175,5 @@ def test_what_cannot_begin_is_refused():
     ending, _ = play([(0.0, UP[0]), (0.5, Ended(1, 1, "no torch", 0.5))])
     assert str(ending.error) == "the ranks could not be started\nno torch"
     ending, now = play([], timeout=1.0)
-    assert ending == TimedOut() and now == pytest.approx(STARTING_SECONDS + 1, abs=0.1)
+    assert ending == TimedOut()
+    assert now == pytest.approx(STARTING_SECONDS + 1, abs=0.1)

@@ -300,7 +300,8 @@ def test_output_without_line_ends_is_shown_in_pieces():
     for _ in range(160):
         lines.show_lines(piece)
     lines.show_lines(b"end\n")
-    assert sum(map(len, shown)) == 160 * len(piece) + 3 and len(shown) == 10
+    assert sum(map(len, shown)) == 160 * len(piece) + 3
+    assert len(shown) == 10
 
 
 def test_a_network_card_set_for_other_machines_is_put_right(monkeypatch):
@@ -331,7 +332,8 @@ def test_what_ends_a_launch_from_outside_is_told_and_takes_every_rank_along(name
     below = psutil.Process(server_handle.servers[0].process.pid)
     begin = time.monotonic()
     error, message = attempt(fault, 3, names, random.Random(0))
-    assert error == fault.error and re.search(fault.pattern, message), message
+    assert error == fault.error, message
+    assert re.search(fault.pattern, message), message
     assert time.monotonic() - begin < 40
     assert not below.is_running() or not below.children(), "ranks are left"
 
@@ -483,7 +485,8 @@ def test_progress_is_one_bar_fed_by_rank_0(capfd):
 
     launch(train, 30, world_size=2, progress=30)
     printed = capfd.readouterr()
-    assert "30/30" in printed.err and printed.err.count("\n") == 1
+    assert "30/30" in printed.err
+    assert printed.err.count("\n") == 1
     assert sorted(printed.out.split("\n")) == ["", "[rank 0] trained", "[rank 1] trained"]
 
 
@@ -495,7 +498,9 @@ def test_a_bar_is_there_before_the_first_step_and_its_seconds_go_on(capfd, monke
     monkeypatch.setattr(bar, "DRAWING_SECONDS", 0.2)
     launch(train, world_size=1, progress=1)
     drawn = capfd.readouterr().err
-    assert drawn.count("0/1") > 3 and "0/1 [00:01<" in drawn and "1/1" in drawn
+    assert drawn.count("0/1") > 3
+    assert "0/1 [00:01<" in drawn
+    assert "1/1" in drawn
     launch(time.sleep, 0.5, world_size=1)
     assert capfd.readouterr().err == ""
     monkeypatch.setattr(bar, "LATE_SECONDS", 0.3)

@@ -88,7 +88,8 @@ def test_ranks_end_with_a_caller_that_was_killed():
         timeout=60,
     )
     pids = [int(pid) for line in ended.stdout.splitlines() for pid in line.split()[2:]]
-    assert ended.returncode == -signal.SIGKILL and len(pids) == 4
+    assert ended.returncode == -signal.SIGKILL
+    assert len(pids) == 4
     _, alive = psutil.wait_procs(
         [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20
     )

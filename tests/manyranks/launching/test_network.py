@@ -50,7 +50,8 @@ def test_ranks_are_alone_in_a_network_of_their_own(monkeypatch, network, link, s
 def test_an_open_launch_stays_in_the_callers_network(monkeypatch):
     monkeypatch.setenv("MANYRANKS_NETWORK", "open")
     for total, network, _ in launch(total_and_network, world_size=2):
-        assert total == 2.0 and network == os.readlink("/proc/self/ns/net")
+        assert total == 2.0
+        assert network == os.readlink("/proc/self/ns/net")
 
 
 def test_a_misspelt_network_is_refused(monkeypatch):

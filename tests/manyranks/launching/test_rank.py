@@ -58,8 +58,10 @@ def test_results_on_a_gpu_arrive_on_the_cpu():
             "result", {"tensor": torch.arange(3.0).as_subclass(Posing), "number": 1}, file.fileno()
         )
         kind, result = pickle.loads(os.pread(file.fileno(), 1 << 16, 0))
-    assert kind == "result" and result["number"] == 1
-    assert type(result["tensor"]) is torch.Tensor and result["tensor"].tolist() == [0, 1, 2]
+    assert kind == "result"
+    assert result["number"] == 1
+    assert type(result["tensor"]) is torch.Tensor
+    assert result["tensor"].tolist() == [0, 1, 2]
 
 
 def closes_its_output():

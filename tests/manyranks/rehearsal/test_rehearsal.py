@@ -52,7 +52,8 @@ def test_a_script_takes_the_same_time_with_values_and_without(name, tmp_path):
     options = [str(tmp_path)] if name == "checkpoint" else []
     real = report_of(name, *options)
     sizes = report_of(name, *options, sizes_only=True)
-    assert real.steps == sizes.steps and len(real.steps) >= 3
+    assert real.steps == sizes.steps
+    assert len(real.steps) >= 3
     assert real.sites == sizes.sites
     step = real.last
     parts = step.computing + step.exposed + step.waiting
@@ -90,7 +91,8 @@ def test_a_rank_of_two_is_what_it_is_among_all(name, ranks, hosts):
     script = str(SCRIPTS / f"{name}.py")
     every = rehearse(script, [], Request(ranks, DEVICE, **request))
     folded = rehearse(script, [], Request(ranks, DEVICE, **request, fold=True))
-    assert len(folded.told) == 1 and len(folded.told[0].steps) >= 2
+    assert len(folded.told) == 1
+    assert len(folded.told[0].steps) >= 2
     assert vars(folded.told[0]) == vars(every.told[0])
     assert [ranks[0] for ranks in every.steps] == [ranks[0] for ranks in folded.steps]
 
@@ -130,7 +132,8 @@ def test_a_scaler_asks_whether_gradients_are_finite():
     with pytest.raises(RankError, match=r"scaler.py line 22: scaler.step\(optimizer\) asks for"):
         report_of("scaler", sizes_only=True)
     answered = report_of("scaler", sizes_only=True, answer=0.0)
-    assert answered.sites == real.sites and len(answered.steps) == 3
+    assert answered.sites == real.sites
+    assert len(answered.steps) == 3
 
 
 def run(*words):
@@ -147,17 +150,20 @@ def test_the_command_writes_a_report_a_trace_and_a_line_for_github(tmp_path, cap
     files += ["--picture", tmp_path / "step.svg"]
     assert run(*setting, *files, script, "--epochs", "2") == 0
     printed = capsys.readouterr().out
-    assert "hidden" in printed and "all_reduce of 4 ranks, ddp.py line" in printed
+    assert "hidden" in printed
+    assert "all_reduce of 4 ranks, ddp.py line" in printed
     assert f"::notice file={script},title=manyranks run::step" in printed
     report = json.loads(kept.read_text())
     assert report["request"]["link"]["inside_bits_s"] == 8 * 450e9
-    assert report["summary"]["collectives"] == 1 and report["summary"]["step_s"] > 0
+    assert report["summary"]["collectives"] == 1
+    assert report["summary"]["step_s"] > 0
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1, 2, 3}
     assert any(event.get("args", {}).get("bytes") for event in events)
     drawn = ElementTree.fromstring((tmp_path / "step.svg").read_text())
     texts = [each.text for each in drawn if each.text]
-    assert texts[0].startswith("step ") and {"rank 0", "rank 3", "computing"} <= set(texts)
+    assert texts[0].startswith("step ")
+    assert {"rank 0", "rank 3", "computing"} <= set(texts)
     assert run(*setting, "--expect", kept, script, "--epochs", "2") == 0
     report["summary"]["collectives"] = 2
     kept.write_text(json.dumps(report))
@@ -171,11 +177,13 @@ def test_a_script_that_fails_ends_with_1_and_a_request_that_cannot_be_with_2(tmp
     setting = ["--ranks", 2, "--device", "H100"]
     assert run(*setting, wrong) == 1
     said = capsys.readouterr().err
-    assert "OSError: no data" in said and 'wrong.py", line 4' in said
+    assert "OSError: no data" in said
+    assert 'wrong.py", line 4' in said
     assert "script.py" not in said, "our own frames are not shown"
     assert run(*setting, wrong, "anything") == 0
     printed = capsys.readouterr().out
-    assert "no optimizer made a step" in printed and "never calls init_process_group" in printed
+    assert "no optimizer made a step" in printed
+    assert "never calls init_process_group" in printed
     for words, option in (
         ("no file", [tmp_path / "none.py"]),
         ("--between 100Gbit", ["--hosts", 2, wrong]),

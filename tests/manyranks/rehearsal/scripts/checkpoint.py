@@ -36,4 +36,5 @@ whole = get_model_state_dict(
 if dist.get_rank() == 0:
     torch.save({"step": 3, "model": whole}, f"{folder}/whole.pt")
     read = torch.load(f"{folder}/whole.pt", weights_only=True)
-    assert read["step"] == 3 and read["model"]["0.weight"].shape == (64, 64)
+    assert read["step"] == 3
+    assert read["model"]["0.weight"].shape == (64, 64)
