@@ -232,7 +232,7 @@ times = held[0] / held[-1]
 show.bars(
     dict(zip(labels, [count / 2**20 for count in held])),
     "weights, inputs and outputs (MiB)",
-    f"The master holds {times:.1f} times as many weights, inputs and outputs as another device",
+    f"Weights, inputs and outputs: the master holds {times:.1f} times as many bytes as another device",
     colours={"master": show.STAGE_COLOURS["2"]},
     kind="counted",
 )
@@ -408,7 +408,7 @@ alone, many = results.stages
 lanes = []
 for lane in many.timeline:
     lanes.append([timeline.Span(*span) for span in lane])
-title = f"{K} devices are {many.speed_up:.1f} times as fast as one, since the master copies"
+title = f"{K} devices are only {many.speed_up:.1f} times as fast as one, since the master copies"
 show.timeline_figure(lanes, title, labels=labels)
 
 # %% check-on-devices
