@@ -378,7 +378,7 @@ for count in show.progress((1, 2, 4, 8)):
     threads[count] = 1000 * max(launch(with_threads, count, world_size=K))
 worst = max(threads, key=threads.get)
 times = threads[worst] / threads[1]
-title = f"With {worst} threads each, {K} ranks on this machine take {times:.1f} times as long as with 1"
+title = f"With {worst} threads each, {K} ranks take {times:.1f} times as long as with 1"
 if threads[1] > 1.5 * min(threads.values()):
     title = "Nothing to see here: this machine was busy with something else, too"
 show.bars(

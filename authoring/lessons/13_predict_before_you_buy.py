@@ -83,7 +83,7 @@ for name, streams in (("ring", 1), ("hierarchical", 8)):
     steps[name] = [
         simulate.simulate(resnet, k, hosts, name, interference=interference) for k in devices
     ]
-show.scaling_figure(steps, title="ResNet-50: a ring in two levels stays efficient where a flat one no longer does")
+show.scaling_figure(steps, title="ResNet-50: two levels reach further than a flat ring")
 
 # %% [markdown]
 r"""
@@ -99,8 +99,8 @@ GPU.
 
 # %% faded-knee
 def knee(alone, points, least=0.9):
-    """Return the last K before the efficiency falls below `least`, from the seconds of a step on one GPU `alone`
-    and from `points`: (K, seconds of a step).
+    """Return the last K before the efficiency falls below `least`. A step takes `alone` seconds on one
+    GPU, and `points` are (K, seconds of a step).
     """
     last = 1
     for devices, step in points:
@@ -151,7 +151,7 @@ for row, colour in zip(facts.rows("ddp_step_seconds_v100"), colours):
     simulated = [100 * alone / case["predicted"] for case in rows if case["model"] == model]
     lines[f"{model}, simulated"] = ([4, 8, 16], simulated, colour)
     errors["“as on 2 GPUs”"] += [abs(seconds[0] / step - 1) for step in seconds[1:]]
-title = "Median error: " + ", ".join(f"{median(all_):.1%} for {name}" for name, all_ in errors.items())
+title = "Median error: " + ", ".join(f"{median(off):.1%} for {name}" for name, off in errors.items())
 picture = show.curves(measured, "GPUs", "efficiency (%)", title, theory=lines, log="x",
                       ticks=[2, 4, 8, 16], kind="published; simulated")
 for _, percents, colour in measured.values():
@@ -360,7 +360,8 @@ def mfu(tokens_per_s, parameters, layers, context, width, datasheet):
     return tokens_per_s * flops_per_token / datasheet
 
 
-fill_in(mfu, {(100, 5e8, 10, 1000, 1000, 1e12): 0.312, (1000, 1e9, 24, 512, 2048, 1e14): 0.06301989888})
+small = (100, 5e8, 10, 1000, 1000, 1e12)
+fill_in(mfu, {small: 0.312, (1000, 1e9, 24, 512, 2048, 1e14): 0.06301989888})
 
 # %% [markdown]
 r"""
