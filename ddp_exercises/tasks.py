@@ -152,17 +152,19 @@ class Known:
 def known_answers(exercise: int) -> list[Known]:
     """Return all known answers of `answers/NN.py`.
 
-    They are cells with a header and a body, which is an answer or edits of the solution.
+    They are cells with a header and a body, which is an answer or edits of the solution. Code above
+    the first of them is put above each.
     """
     path = course_folder("exercises") / "answers" / f"{exercise:02d}.py"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     # The pieces are the groups of each header, and the body that follows it.
-    _, *pieces = HEADER.split(text)
+    opening, *pieces = HEADER.split(text)
+    _, _, above = opening.partition("\n\n")
     answers = []
     for start in range(0, len(pieces), 5):
         number, kind, name, message, body = pieces[start : start + 5]
         source = edit_solution(solution(number), body.strip("\n") + "\n", name)
-        answers.append(Known(number, kind, name, message or "", source))
+        answers.append(Known(number, kind, name, message or "", above + source))
     return answers
 
 

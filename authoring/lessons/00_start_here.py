@@ -285,7 +285,7 @@ The [glossary](../docs/GLOSSARY.md) has every term. Three ways through, and how 
 - **Twenty minutes**: [on one page](../docs/TWENTY_MINUTES.md), to a ring of your own that beats the server.
 - **Two hours**: this lesson, [04](04_ring_all_reduce.ipynb) and [05](05_bucketed_ddp.ipynb), to the step that hides its
   communication.
-- **Everything**: a lesson and its exercise at a time, about 33 hours.
+- **Everything**: a lesson and its exercise at a time, about 34 hours.
 
 On a narrow screen *Ctrl+B* closes the list of files. After a restart of the kernel a figure with sliders stands still
 until its cell is run again.

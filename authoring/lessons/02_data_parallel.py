@@ -44,14 +44,14 @@ The loss of a batch is the mean of its samples' losses. Cut B samples into K sha
 $$\underbrace{\frac1B \sum_{i=1}^{B} \nabla\ell_i}_{\text{the batch}}
 = \frac1K \sum_{k=1}^{K} \underbrace{\frac{1}{B/K} \sum_{i \in \text{shard } k} \nabla\ell_i}_{\text{gradient of shard } k}$$
 
-The gradient of the batch *is* the mean of the shards' gradients. Not an approximation. Two things are needed: the
+The gradient of the batch *is* the mean of the shards' gradients, and no approximation of it. This needs two things: the
 loss is a mean, and the shards are equally large.
 
 **Possible because** the gradient of a mean is the mean of the gradients.
 
 ## Predict
 
-Now with shards of 1, 7 and 16 samples.
+Now let the shards have 1, 7 and 16 samples.
 """
 
 # %% predict
@@ -107,9 +107,9 @@ claims.decide(
 
 # %% [markdown]
 r"""
-This was one of the course's *claims*: sentences that one reads about distributed training, each put to the test where
-it belongs, and numbered as in the list that `ddp-course claims` prints. The cell decides under each condition, prints the
-verdict, and says why.
+This was one of the course's *claims*: sentences that one reads about distributed training. Each is put to the test in the
+lesson where it belongs, and `ddp-course claims` lists them all by their numbers. The cell decides under each condition
+whether the claim holds, prints the verdict, and says why.
 
 So K devices with B/K samples each do *the same step* as one device with B samples, at the same learning rate. You
 will read that the rate has to be multiplied by K "because the gradient is divided by K". Here is the experiment:
@@ -159,9 +159,9 @@ the fullest. Such a picture stands in every lesson up to 09, with thick outlines
 
 ![The master, device 0, gives each other device a shard of the batch and a copy of the model. Every device goes forward. The master gathers all outputs, computes the loss and sends its gradient out. Every device goes backward. The master adds up the three gradients and makes the update alone; the copies are thrown away](../docs/figures/iteration_02.svg)
 
-And in code, where each purple box is one or two functions. Tasks 2.1 and 2.2 of [exercise 2](../exercises/02_data_parallel.ipynb) ask
-you to write two of them, which is worth more before you look. Here is the first. Sizes differ by one at most, the longer shards
-come first, and a device without samples gets no shard.
+In code each purple box is one or two functions. Tasks 2.1 and 2.2 of [exercise 2](../exercises/02_data_parallel.ipynb) ask you to write
+two of them, and you learn more if you do so before you look. Here is the first. Sizes differ by one at most, the longer shards come
+first, and a device without samples gets no shard.
 """
 
 # %% task-2-1
@@ -181,7 +181,7 @@ show.source(stage2_dataparallel.scatter, stage2_dataparallel.replicate, DataPara
 r"""
 ## What changed
 
-From stage 1 to stage 2, in the loop itself: two lines. The model is wrapped, and after `loss.backward()`, which
+From stage 1 to stage 2 only two lines change in the loop itself. The model is wrapped, and after `loss.backward()`, which
 ends at the gathered outputs, the wrapper carries on through the replicas.
 """
 
@@ -232,7 +232,7 @@ times = held[0] / held[-1]
 show.bars(
     dict(zip(labels, [count / 2**20 for count in held])),
     "weights, inputs and outputs (MiB)",
-    f"Of weights, inputs and outputs the master holds {times:.1f} times as much as another device",
+    f"Weights, inputs and outputs: the master holds {times:.1f} times as many bytes as another device",
     colours={"master": show.STAGE_COLOURS["2"]},
     kind="counted",
 )
@@ -244,13 +244,14 @@ print("the master holds more than any other device")
 
 # %% [markdown]
 r"""
-And in every step all weights are copied from the master to all others again: (K-1) p bytes out, and (K-1) p
-bytes of gradients back, for p bytes of weights, through the master's link.
+In every step the master also copies all weights to all others again. With p bytes of weights, (K-1) p bytes go out through
+its link, and (K-1) p bytes of gradients come back.
 
 ## Claim: "a single process can use only one core"
 
 This is said to be why DataParallel is slow: Python's *global interpreter lock* (GIL) lets only one thread run Python
-code at a time. But most of a training step is not Python code. The experiment makes one thread call something that takes a fraction of a second, and asks whether another thread gets a turn *during* that one call.
+code at a time. But most of a training step is not Python code. In the experiment one thread calls something that takes a
+fraction of a second. Does another thread get a turn *during* that one call?
 """
 
 
@@ -377,7 +378,7 @@ for count in show.progress((1, 2, 4, 8)):
     threads[count] = 1000 * max(launch(with_threads, count, world_size=K))
 worst = max(threads, key=threads.get)
 times = threads[worst] / threads[1]
-title = f"{K} ranks on this machine: with {worst} threads each, {times:.1f} times as long as with 1"
+title = f"With {worst} threads each, {K} ranks take {times:.1f} times as long as with 1"
 if threads[1] > 1.5 * min(threads.values()):
     title = "Nothing to see here: this machine was busy with something else, too"
 show.bars(
@@ -391,14 +392,14 @@ show.bars(
 # %% [markdown]
 r"""
 More threads gain nothing, and may lose a lot: threads that have finished their part wait *spinning*, on cores that others
-need. (With more threads than the machine has cores, OpenMP soon lets waiting threads sleep, so such bars may be short.) So
-`torchrun` sets OMP_NUM_THREADS to 1, and `launch` gives each rank its share of the cores.
+need. (Where a rank alone has more threads than the machine has cores, OpenMP soon lets waiting threads sleep, so the bars on the
+right may be shorter.) This is why `torchrun` sets OMP_NUM_THREADS to 1, and `launch` gives each rank its share of the cores.
 
 ## Is it the threads, then?
 
 Two limits of `DataParallel` have nothing to do with threads: the replicas are made anew in every step, and the master does
-everything else alone. To see them by themselves, give each thread an emulated device of its own, with links between them:
-now the threads do compute at the same time, on any number of cores.
+everything else alone. To see these two limits by themselves, we give each thread an emulated device of its own, with links between the
+devices. Now the threads do compute at the same time, on any number of cores.
 """
 
 # %% on-devices
@@ -407,7 +408,7 @@ alone, many = results.stages
 lanes = []
 for lane in many.timeline:
     lanes.append([timeline.Span(*span) for span in lane])
-title = f"{K} devices, {many.speed_up:.1f} times as fast as one: the master copies"
+title = f"{K} devices are only {many.speed_up:.1f} times as fast as one, since the master copies"
 show.timeline_figure(lanes, title, labels=labels)
 
 # %% check-on-devices
@@ -425,13 +426,14 @@ print("all devices compute at the same time, and only the master copies before a
 r"""
 (Virtual time, as in lesson 00.) The master copies the model out before each forward pass and the gradients in after each
 backward pass, one device after the other. In between it computes its own share, as all others do; while it copies, they have
-nothing to do. (The thin line in between: outputs come in, and their gradient goes out.) Threads are not the limit here: one device's link is.
+nothing to do. (At the thin line outputs come in, and their gradient goes out.) Threads are not the limit here: the link of one
+device is.
 
 ## On your GPUs
 
-The same on the devices of this machine, in real time: the master is the first GPU, and copies go over whatever joins them.
-Copies count as compute here, and their bytes are not counted: torch makes them, not the course's wire. Without a GPU the figure
-shows what one NVIDIA H200 needed, which two replicas shared.
+Now `DataParallel` trains on the devices of this machine, in real time. The master is the first GPU, and copies go over whatever joins
+the GPUs. Copies count as compute here, and their bytes are not counted, since torch makes them and not the course's wire. Without a
+GPU the figure shows what one NVIDIA H200 needed, which two replicas shared.
 """
 
 # %% on-your-gpus

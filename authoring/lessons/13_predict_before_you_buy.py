@@ -4,7 +4,7 @@ r"""
 
 A thousand GPUs cost a house per day. You should know before you rent them how long a step will take. This lesson builds predictions
 from a few numbers, each fitted to runs that others have published. Then it compares the predictions with published runs that the
-fit did not see, and lets them choose between all ways of this course. Nothing here is timed on your machine.
+fit did not see, and in the end it uses them to choose between all ways of this course. Nothing here is timed on your machine.
 
 **After this lesson you can**
 
@@ -14,14 +14,14 @@ fit did not see, and lets them choose between all ways of this course. Nothing h
 - judge a prediction by rows that its fit did not see,
 - choose between DDP, sharding, and tensor and pipeline parallelism.
 
-*45 minutes, under a minute of computing.* Some cells show only three dots: run them like all others; a click on the dots shows the code.
+*50 minutes, under a minute of computing.* Some cells show only three dots: run them like all others; a click on the dots shows the code.
 """
 
 # %% imports
 from statistics import median
 
 from ddp_course.lab import claims, facts, show, simulate, theory
-from ddp_exercises import check, task
+from ddp_exercises import check, fill_in, task
 from ddp_predictions import figures, frozen, scoreboard
 from ddp_predictions.answers import predict
 from ddp_predictions.plans import decide, score
@@ -67,8 +67,8 @@ everything else is computed.
 # %% calibrate
 bandwidth, interference = frozen.numbers("steps of V100s")
 print(
-    f"fitted at 1 and 2 GPUs: {bandwidth / 1e9:.1f} GB/s per GPU,"
-    f" {interference:.0%} of a GPU while a bucket travels"
+    f"fitted at 1 and 2 GPUs: a link carries {bandwidth / 1e9:.1f} GB/s,"
+    f" and a bucket on its way takes {interference:.0%} of a GPU's speed"
 )
 
 # %% scaling folded=true
@@ -83,14 +83,42 @@ for name, streams in (("ring", 1), ("hierarchical", 8)):
     steps[name] = [
         simulate.simulate(resnet, k, hosts, name, interference=interference) for k in devices
     ]
-show.scaling_figure(steps, title="ResNet-50: two levels hold where the flat ring falls")
+show.scaling_figure(steps, title="ResNet-50: two levels reach further than a flat ring")
 
 # %% [markdown]
 r"""
-There are 8 V100s in each host, and 4 cards of 100 Gbit/s between hosts. The **knee** (circle) is the last K before efficiency falls
-below 90 %, the dotted line. Up to the knee, communication hides behind the backward pass. Only the last bucket is not hidden, and
-all-reduces slow the computing down. Beyond the knee the latencies of the flat ring, 2(K-1) for each bucket, become visible. A ring in
-two levels (the hierarchical ring) has few latencies, and its curve goes on.
+Each host has 8 V100s, and 4 network cards of 100 Gbit/s. The **knee** (circle) is the last K before efficiency falls below 90 %, the
+dotted line. Up to the knee, all buckets but the last hide behind the backward pass. What is missing to 100 % is that last bucket, and
+what running all-reduces take from the computing. Beyond the knee the latencies of the flat ring, 2(K-1) for each bucket, become
+visible. A ring in two levels (the hierarchical ring) has few latencies, and its curve falls later.
+
+Finding the knee is half written here. Every GPU has a batch of its own, so without any loss a step would always take as long as on one
+GPU.
+"""
+
+
+# %% faded-knee
+def knee(alone, points, least=0.9):
+    """Return the last K before the efficiency falls below `least`. A step takes `alone` seconds on one
+    GPU, and `points` are (K, seconds of a step).
+    """
+    last = 1
+    for devices, step in points:
+        efficiency = ...
+        if efficiency < least:
+            break
+        last = devices
+    return last
+
+
+points = ((8, 2.1), (64, 2.2), (512, 2.5))
+fill_in(knee, {(2.0, points): 64, (2.0, points[:1]): 8, (1.9, points): 8, (1.0, points): 1})
+
+# %% [markdown]
+r"""
+<details><summary>The line</summary><code>efficiency = alone / step</code></details>
+
+The same condition decides a sentence that one reads often:
 """
 
 # %% claim-20
@@ -115,15 +143,15 @@ tables = {table.name: table for table in scoreboard.scoreboard()}
 rows = [row for row in tables["ddp_step_seconds_v100"].rows if not row["calibrated"]]
 measured = {}
 lines = {}
-errors = {"simulator": [abs(row["error"]) for row in rows], "as on 2 GPUs": []}
+errors = {"the simulator": [abs(row["error"]) for row in rows], "“as on 2 GPUs”": []}
 colours = ["#0072B2", "#D55E00", "#009E73", "#CC79A7"]
 for row, colour in zip(facts.rows("ddp_step_seconds_v100"), colours):
     model, alone, _, *seconds = row.values()
     measured[model] = ([2, 4, 8, 16], [100 * alone / step for step in seconds], colour)
     simulated = [100 * alone / case["predicted"] for case in rows if case["model"] == model]
     lines[f"{model}, simulated"] = ([4, 8, 16], simulated, colour)
-    errors["as on 2 GPUs"] += [abs(seconds[0] / step - 1) for step in seconds[1:]]
-title = "Median error: " + ", ".join(f"{name} {median(all_):.1%}" for name, all_ in errors.items())
+    errors["“as on 2 GPUs”"] += [abs(seconds[0] / step - 1) for step in seconds[1:]]
+title = "Median error: " + ", ".join(f"{median(off):.1%} for {name}" for name, off in errors.items())
 picture = show.curves(measured, "GPUs", "efficiency (%)", title, theory=lines, log="x",
                       ticks=[2, 4, 8, 16], kind="published; simulated")
 for _, percents, colour in measured.values():
@@ -159,7 +187,7 @@ picture = show.curves(
     {"published": (list(known), list(known.values()), "#000000")},
     "message (KiB)",
     "all-reduce (µs)",
-    "Three protocols, each the fastest somewhere",
+    "Each of the three protocols is the fastest for some messages",
     theory=lines,
     log="xy",
     kind="measured (published); lines fitted",
@@ -175,8 +203,8 @@ print("predicted over measured at 2 MiB:", at_2_mib)
 
 # %% [markdown]
 r"""
-One point, that of 8 MiB, lies a sixth below all lines. The model cannot explain it. Near 8 MiB you should expect the prediction to be
-a fifth too long.
+One point, that of 8 MiB, lies a sixth below all lines, and the model cannot explain it. So near 8 MiB expect a prediction that is a
+fifth too long.
 
 ## A transformer's step, term by term
 
@@ -298,7 +326,7 @@ run that it has never seen.
 
 ## Which term bounds which run?
 
-The part that bounds a step is the part which saves the most time if it becomes twice as fast. Here are three runs:
+A step is *bound* by the part that would save the most time if it were twice as fast. Here are three runs:
 """
 
 # %% check-bounds
@@ -321,14 +349,32 @@ per token, in which recomputing does not count. Both numbers describe a step. **
 that went into steps which were kept, and not into restarts, checkpoints and steps done twice (lesson 11). A run with 40 % MFU and 90 %
 goodput trains as if it had 36 % MFU all the time.
 
-The expected error in the figure is that of 52 other published runs on H100s, which are in no table here (docs/PREDICTIONS.md). The
-first bar is the run that was asked for. Below it are the other ways, the fastest first; `zero1 in host` divides the optimizer's
-state over the GPUs of a host only. Thin bars are sending that hides under computing and costs nothing.
+MFU is half written here. (N are the parameters, L the layers, s the context and h the width.)
+"""
+
+
+# %% faded-mfu
+def mfu(tokens_per_s, parameters, layers, context, width, datasheet):
+    """Return the MFU of so many tokens per second and GPU; `datasheet` is a GPU's flops per second."""
+    flops_per_token = ...
+    return tokens_per_s * flops_per_token / datasheet
+
+
+small = (100, 5e8, 10, 1000, 1000, 1e12)
+fill_in(mfu, {small: 0.312, (1000, 1e9, 24, 512, 2048, 1e14): 0.06301989888})
+
+# %% [markdown]
+r"""
+<details><summary>The line</summary><code>flops_per_token = 6 * parameters + 12 * layers * context * width</code></details>
+
+Now back to the figure above. The first bar is the run that was asked for. Below it are the other ways, the fastest first; `zero1 in
+host` divides the optimizer's state over the GPUs of a host only. Thin bars are sending that hides under computing and costs nothing.
+The expected error is that of 52 other published runs on H100s, which are in no table here (docs/PREDICTIONS.md).
 
 ## 1,536 GPUs
 
-We return to the first question. In 2021 attention wrote all its scores to memory, and nothing was hidden under a pipeline; the model
-has a switch for each. Two numbers of ZeRO-3, its share of the network cards and the part of its sending that is not hidden, are fitted
+We return to the first question. In 2021 attention wrote all its scores to memory, and nothing was hidden under a pipeline; our model
+has a switch for each of these. Two numbers of ZeRO-3, its share of the network cards and the part of its sending that is not hidden, are fitted
 to its rows of 384 and 768 GPUs. For three ways at once nothing is fitted. No fit has seen a run on 1,536 GPUs. Write down what you
 expect of both ways before you run the cell after next.
 """
@@ -362,7 +408,7 @@ predicted = {
     "ZeRO-3, predicted": (gpus, zero, "#D55E00"),
     "three ways, predicted": (gpus, ptd, "#0072B2"),
 }
-title = f"On 1,536 GPUs three ways were {fast / slow:.1f} times as fast"
+title = f"On 1,536 GPUs three ways were {fast / slow:.1f} times as fast as ZeRO-3"
 kind = "published; lines derived"
 show.curves(
     points, "GPUs", "Tflop/s per GPU", title, theory=predicted, log="x", ticks=gpus, kind=kind
@@ -372,7 +418,7 @@ show.curves(
 r"""
 Why? ZeRO-3 gathers all weights for each pass, whatever K is. The seconds of sending stay the same, while the seconds of computing
 halve with twice the GPUs. From 768 GPUs on, only the sending matters. Three ways at once send activations inside a host, where
-links are fast, and little between hosts. Instead the pipeline idles more, 10 % of the time and no longer 3 %.
+links are fast, and little between hosts. The price is a pipeline that idles more: 10 % of the time on 1,536 GPUs, after 3 % on 384.
 
 ## A miss, and its reason
 """
@@ -388,8 +434,9 @@ for row in facts.rows("transformer_throughput"):
 
 # %% [markdown]
 r"""
-On 64 GPUs our prediction is a third off. But on 128 GPUs, where more must be sent, the same table is a third faster, and no smooth
-model can meet both rows. We name rows that disagree with their neighbours, and do not bend the model around them.
+On 64 GPUs our prediction is a third too high. But on 128 GPUs, where more must be sent, the same table has a third more tokens per
+second and GPU, and no smooth model can meet both rows. We name rows that disagree with their neighbours, and do not bend the model
+around them.
 
 ## The program itself, rehearsed
 
@@ -411,10 +458,11 @@ _ = show.command(f"python -m manyranks run {machines} --sizes-only --fold {progr
 # %% [markdown]
 r"""
 No weight existed in that cell, and yet the program said line by line what it sends. Of 451 ms (virtual time) 411 are computing.
-The gathers of the layers hide under it nearly completely. What shows are the words at both ends of the model: before the first layer
-nothing computes that could hide their gather, and after the last one nothing that could hide their scatter.
+The gathers of the layers hide under it nearly completely. What shows is the sending of the vocabulary's weights, at both ends of the
+model: nothing computes before the first layer that could hide their gather, and nothing after the last one that could hide the scatter
+of their gradients.
 
-How good are rehearsals? The same program stands for ten published runs in the next cell. Its kernels reach the shares of products and
+How good are rehearsals? In the next cell the same program rehearses ten published runs. Its kernels reach the shares of products and
 attention that were fitted for the formulas, by a fit that left out the row's model (and no fit saw any run of Llama). The seconds of
 launching are spread over the kernels of a layer. Nothing else is given, and nothing is fitted to a rehearsal. All GPUs are virtual.
 """
@@ -440,8 +488,8 @@ compare a hundred plans in a second. Then rehearse the script that you will run 
 
 ## The scoreboard
 
-The figure has all published tables that this course predicts, with a point per row: predicted over measured, in the table's own unit.
-To the right of 1 a predicted time is too long, or a predicted rate (bus bandwidth, speed-up, throughput, tokens per second) is too
+The figure has all published tables that this course predicts. A point is a row: what was predicted over what was measured, in the
+table's own unit. To the right of 1 a predicted time is too long, or a predicted rate (bus bandwidth, speed-up, throughput, tokens per second) is too
 high. Hollow points are rows that the fit saw. Below the name of each table are the median and the worst error of *all* its rows.
 
 The list below the figure has only unseen rows: the median error, the error within which nine in ten lie, and the worst. For tables of
@@ -477,9 +525,9 @@ print("on rows left out: schedules within 2 %, NCCL by size 5 %, GPT steps 4 %, 
 # %% [markdown]
 r"""
 The rows that stick out teach the most. The worst of all (the arrow) is a message of 32 KiB on four hosts, published as 0.01 GB/s of
-bus bandwidth. It took 6 ms, while by our latency it takes 0.4 ms and has 17 times the bandwidth. No formula can foretell it: 1 MiB, 32 times as
-many bytes, took 0.38 ms in the same table, a sixteenth of the time. One GPT step took 1.9 times as long as
-predicted: its micro-batch is 64, a replica's whole share at once. And 12 of 27 unseen messages between two hosts over EFA took 1.4 to
+bus bandwidth. It took 6 ms; by our latency it should take 0.4 ms, and so have 17 times the bandwidth. No formula can foretell these
+6 ms: in the same table 1 MiB, which is 32 times as many bytes, took 0.38 ms, a sixteenth of the time. One GPT step took 1.9 times as
+long as predicted: its micro-batch is 64, a replica's whole share at once. And 12 of 27 unseen messages between two hosts over EFA took 1.4 to
 2.1 times as long. Each of these may be a fault of the run, or something that we do not know. The tables do not say which.
 
 `ddp-course predict` prints this list, `ddp-course predict FILE.csv` fills in a table of yours, and
@@ -590,7 +638,7 @@ print("tokens that each GPU needs, fully sharded:", tokens_per_gpu)
 
 # %% [markdown]
 r"""
-It feeds the same number. Network cards and GPUs have become faster together, so R/W has stayed the same. (The A100, which came between
+The batch feeds about as many H100s as V100s. Network cards and GPUs have become faster together, so R/W has stayed the same. (The A100, which came between
 the two, needs fewer tokens than both.) Pipelines multiply these limits once more, by the number of stages, and pay with the bubble.
 
 ## Which do I use?

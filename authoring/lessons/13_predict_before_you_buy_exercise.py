@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Exercise 13: predict before you buy
 #
-# Tables to judge, units to read, plans to rule out, an honest error, a layer under FSDP, and how far each way reaches. Nothing here is
-# timed; paper and a few lines do.
+# Tables to judge, units to read, plans to rule out, an honest error, a layer under FSDP, how far each way reaches, and a figure to
+# explain. Nothing here is timed; paper and a few lines do.
 #
 # Stuck? `hint("13.1")` gives the first of three hints for a task, and
 # `hint("13.1", 2)` the next.
@@ -274,3 +274,39 @@ def most_together(job):
 
 # %% check-13-6 points=3
 check("13.6", most_sharded, most_tensor, most_together)
+
+
+# %% [markdown]
+# ## 13.7 Explain: two ways on 1,536 GPUs
+#
+# *10 minutes · medium*
+#
+# Look at the figure of the section "1,536 GPUs" in lesson 13: flops per second and GPU, over the number of GPUs.
+# Explain it in two to five sentences of your own, so that somebody who has not read the lesson understands it. Name numbers of the figure.
+# Then read your text once more, and tick what it really says:
+#
+# | | the text says |
+# |---|---|
+# | A | why ZeRO-3 becomes so much slower per GPU with four times the GPUs |
+# | B | why three ways at once lose so little, and to what they lose it |
+# | C | which points test the lines and which do not, and how well the lines pass |
+#
+# The check looks at the form only. Your teacher reads the text, beside what to look for.
+# %% answer-13-7
+def explain_figure():
+    """Return (your explanation, the letters that you tick, such as "AB")."""
+    ### BEGIN SOLUTION
+    text = (
+        "From 384 to 1,536 GPUs ZeRO-3 falls from 144 to 44 Tflop/s per GPU: the batch is fixed, so a GPU "
+        "has a quarter of the work, yet gathers as many weights in each pass. Three ways at once "
+        "keep 141 of 153, because their busiest messages stay in one host; what is lost is mostly a "
+        "pipeline with fewer micro-batches, whose stages idle longer. Two points of ZeRO-3 were "
+        "used for the fit and prove nothing. The third tests it, and 48 were predicted; the other line "
+        "was fitted to none of its points and lies within 2 %."
+    )
+    return text, "ABC"
+    ### END SOLUTION
+
+
+# %% check-13-7 points=2
+check("13.7", explain_figure)

@@ -13,7 +13,7 @@ train exactly as one device does. This lesson measures both sides: how much time
 - say what a stale gradient is, and when a server that never waits wins,
 - compare ways of training by loss against *time*, not against steps.
 
-*35 minutes, under a minute of computing.*
+*40 minutes, under a minute of computing.*
 """
 
 # %% imports
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ddp_course import Device, DistributedDataParallel, Link, communicate_less, launch
 from ddp_course import problems, stage1_single, stage4_ring, wire
 from ddp_course.lab import claims, show
-from ddp_exercises import task
+from ddp_exercises import fill_in, task
 
 K = 4  # how many ranks; 2 works as well
 
@@ -63,7 +63,7 @@ guess
 r"""
 Write the first way yourself (task 14.1 of [exercise 14](../exercises/14_communicate_less.ipynb)). A rank sends only the largest values of
 its gradient, by magnitude, with their places: `max(1, round(share * n))` of n. What is not sent is `left`, and is added to the next
-gradient before the largest are chosen. Change neither `gradient` nor `left`; both are in one row.
+gradient before the largest are chosen. Change neither `gradient` nor `left`; both have one dimension.
 """
 
 
@@ -82,8 +82,30 @@ show.source(communicate_less.TopK.__call__, click="Open after task 14.1: top-k w
 
 # %% [markdown]
 r"""
-A hook takes the place of DDP's average of a bucket (lesson 06). `gathered` is the ring's allgather. The hooks for low
-rank and half precision are in the same file. This is local SGD; one more argument makes it DiLoCo:
+Such a hook takes the place of DDP's average of a bucket (lesson 06). The hooks for low rank and half precision are in the
+same file. `gathered` is the ring's allgather: every rank sends on all values and places that it has or receives, except
+those that come to it last. How many bytes is that? One line is missing.
+"""
+
+
+# %% faded-sent-by-top-k
+def sent_by_top_k(values, share, world_size):
+    """Return the bytes that a rank sends for a gradient of so many values; a value and a place have four bytes each."""
+    kept = max(1, round(share * values))
+    sent = ...
+    return sent
+
+
+fill_in(sent_by_top_k, {(1000, 0.01, 4): 240, (1000, 0.5, 2): 4000, (10, 0.01, 8): 56})
+
+# %% [markdown]
+r"""
+<details><summary>The line</summary><code>sent = (world_size - 1) * kept * 8</code></details>
+
+These bytes grow with K, while a ring that adds up sends 2(K-1)/K times the gradient, which is hardly more with many ranks than
+with few. So top 1 % sends 4 % of the ring's bytes on 4 ranks, and as many bytes as the ring on 100.
+
+The second way is local SGD. One more argument makes it DiLoCo:
 """
 
 # %% source-local
@@ -95,8 +117,9 @@ show.source(
 
 # %% [markdown]
 r"""
-And the server that never waits: a thread for each rank takes its gradient, updates the weights at once, and answers
-with the newest ones. Meanwhile others have updated them too. How many updates lie in between is the **staleness**.
+The third way is a server that never waits. It has a thread for each worker, which takes the worker's gradient, updates the
+weights at once, and answers with the newest ones. While a worker computes, gradients of others update the weights too. How
+many updates lie between is the **staleness** of its gradient.
 """
 
 # %% source-server
@@ -104,6 +127,28 @@ show.source(communicate_less.serve)
 
 # %% [markdown]
 r"""
+How stale do gradients become? Here is the server's bookkeeping without threads and weights, again with a line missing.
+"""
+
+
+# %% faded-staleness-of
+def staleness_of(workers):
+    """Return the staleness of each gradient; `workers` says from whom they come, in the order in which they arrive."""
+    known = {}  # the updates in the weights that a worker has; none are in those at the start
+    found = []
+    for updates, worker in enumerate(workers):
+        stale = ...
+        found.append(stale)
+        known[worker] = updates + 1
+    return found
+
+
+fill_in(staleness_of, {("abcabc",): [0, 1, 2, 2, 2, 2], ("aaab",): [0, 0, 0, 3]})
+
+# %% [markdown]
+r"""
+<details><summary>The line</summary><code>stale = updates - known.get(worker, 0)</code></details>
+
 ## Run
 
 Eight ways train the small byte model, each from three seeds, on equally many samples. The asynchronous server has only
@@ -190,7 +235,7 @@ spread = max(max(three) - min(three) for three in final.values())
 show.bars(
     mean,
     "held-out loss (nats)",
-    f"After the same number of samples only differences above {spread:.2f} mean something",
+    f"Seeds differ by up to {spread:.2f} nats: smaller differences between ways mean nothing",
     width=9.4,
     kind="measured",
 )
@@ -233,8 +278,8 @@ print("half precision sends half; local SGD an eighth; the largest 1 % with thei
 
 # %% [markdown]
 r"""
-The asynchronous server sends p for every share, as in lesson 03. That is K p for 32 samples, while a rank of the ring sends
-2(K-1)/K p. The server saves waiting, not bytes.
+The asynchronous server answers every share with p bytes, as in lesson 03. For the 32 samples of a step that makes K p bytes,
+while a rank of the ring sends 2(K-1)/K p. The server saves waiting, not bytes.
 
 ## Loss against time
 
@@ -273,10 +318,10 @@ def drawn(bits_per_second, title):
 
 
 # %% slow-link
-drawn(5e6, "5 Mbit/s: the fewer bytes a way sends, the sooner it is through")
+drawn(5e6, "On 5 Mbit/s, the fewer bytes a way sends, the sooner it is done")
 
 # %% fast-link
-drawn(1e9, "1 Gbit/s: sending less gains little; the server has one worker less")
+drawn(1e9, "On 1 Gbit/s sending less gains little, and the server lacks a worker")
 
 # %% check-time folded=true
 # NBVAL_CHECK_OUTPUT
@@ -299,13 +344,14 @@ claims.decide(
 
 # %% [markdown]
 r"""
-The bands show the best and the worst of three seeds: a difference smaller than that says nothing. On the fast link only the
+The bands show the best and the worst of three seeds: a difference smaller than a band says nothing. On the fast link only the
 server takes longer for as many samples than averaging in every step: it has one worker less, and sends the most bytes.
 
 ## Is the clock right?
 
-The times were derived from bytes. Now the programs themselves run on emulated devices and links, in virtual time: eight steps of
-three of the ways (local SGD meets once), after two others. A device takes 60 ms per step. The dashes are the derived times.
+The times were derived from bytes. Now the programs themselves run on emulated devices and links, in virtual time. Three of the ways
+make two steps that are not timed, and then eight that are; local SGD meets once in these. A device takes 60 ms per step. The dashes
+are the derived times.
 """
 
 
@@ -320,7 +366,6 @@ def step_seconds(name, ranks):
 
     ways[name](text.model(), watched(), 0.15)
     return (begun[10] - begun[2]) / 8 if begun else 0.0  # the server takes no batches
-
 
 
 with Device("1GFLOP/s").emulate(record=True, sleep=False) as counted:
@@ -346,9 +391,9 @@ r"""
 ## Who waits for the slow one?
 
 On fast links sending less gains little. But now let one of four devices have half of the rate. If all ranks meet in every
-step, every step takes as long as on this device. The asynchronous server's other workers go on at their own pace. It has one
-worker less, and still more samples get through. The price is staleness: whether the loss falls faster, too, is another
-question (above, with all devices alike, equally many samples gave the same loss).
+step, every step takes as long as on that device. The asynchronous server's other workers go on at their own pace. It has one
+worker less, and still more samples get through. The price is staleness. Whether the loss falls faster too is another question.
+(Above, with all devices alike, equally many samples gave the same loss.)
 """
 
 
@@ -395,7 +440,7 @@ lowest, and take eight times as long.
 
 ## What changed
 
-Against stage 4's loop, local SGD has lost the average in every step and got a meeting after some of them.
+Stage 4's loop averages gradients in every step. Local SGD does not; instead, ranks meet after some of the steps.
 """
 
 # %% diff

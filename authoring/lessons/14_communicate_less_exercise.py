@@ -1,7 +1,8 @@
 # %% [markdown]
 # # Exercise 14: communicate less
 #
-# Send the largest values, meet less often, find what a hook loses, and bet on the right way for a link.
+# Send the largest values, meet less often, find what a hook loses, bet on the right way for a link, send eight bits, and explain a
+# figure.
 #
 # Stuck? `hint("14.1")` gives the first of three hints for a task, and
 # `hint("14.1", 2)` the next.
@@ -191,3 +192,39 @@ def int8_mean(gradient, left, gather):
 
 # %% check-14-5 points=3
 check("14.5", int8_mean)
+
+
+# %% [markdown]
+# ## 14.6 Explain: loss against time, on two links
+#
+# *10 minutes · medium*
+#
+# Look at the two figures of the section "Loss against time" in lesson 14: seven ways to train, on a slow link and on a fast one.
+# Explain them in two to five sentences of your own, so that somebody who has not read the lesson understands them. Name numbers of the
+# figures. Then read your text once more, and tick what it really says:
+#
+# | | the text says |
+# |---|---|
+# | A | why the ways stand so far apart on the slow link, and in which order |
+# | B | why nearly all of them meet on the fast link, and why one does not |
+# | C | which differences in loss mean something, and which do not |
+#
+# The check looks at the form only. Your teacher reads the text, beside what to look for.
+# %% answer-14-6
+def explain_figure():
+    """Return (your explanation, the letters that you tick, such as "AB")."""
+    ### BEGIN SOLUTION
+    text = (
+        "On 5 Mbit/s computing takes 20 ms of a step and its messages nearly 30 times that, so the order is "
+        "that of bytes: averaging each step needs 12 s, local SGD with an eighth of them 2.3 s, top 1 % even less. "
+        "On 1 Gbit/s messages take hardly any time, hence six curves end between 0.8 and 0.9 s. "
+        "Only the server needs 1.2 s, for one rank in four trains nothing. Final losses lie "
+        "within 0.3 nats, and bands from three seeds are about as wide and overlap: who learns best "
+        "cannot be read from these pictures, who is quickest can."
+    )
+    return text, "ABC"
+    ### END SOLUTION
+
+
+# %% check-14-6 points=2
+check("14.6", explain_figure)

@@ -45,8 +45,8 @@ r"""
 ## Where you are
 
 Points and the next task of each exercise, and how many of your guesses were right, as in lesson 00. (Outside a copy of the
-course, such as here where it was stored, one line says how to make one.) What is open there can wait until after this
-lesson, or come before it.
+course, as where this notebook was stored, one line says how to make one.) You can solve what is still open before this
+lesson or after it.
 """
 
 # %% where-you-are
@@ -78,8 +78,8 @@ show.source(mine.make_batch)
 
 # %% [markdown]
 r"""
-Open `my_capstone.py`, change the two functions, and run the rest again. A batch must depend on the step and the rank only:
-so a run that goes on after a kill sees the same data.
+Open `my_capstone.py`, change the two functions, and run the rest again. Let a batch depend on nothing but the step and the
+rank: then a run that goes on after a kill sees the same data.
 """
 
 
@@ -140,9 +140,9 @@ print(f"= {1000 * predicted:.0f} ms predicted")
 
 # %% [markdown]
 r"""
-And a prediction without any run, by lesson 13's model: it wants the shape of a transformer, and a GPU's datasheet. If this machine
-has a GPU that the course knows by name, the prediction is for K of those; else for K A100s, which are only named. Change `SHAPE` with
-`make_model`; for a model that is no transformer give the one whose layers weigh as much.
+Lesson 13's model predicts without any run. It needs the shape of a transformer, and a GPU's datasheet. If this machine has a GPU that
+the course knows by name, the prediction is for K of those; otherwise it is for K A100s, which are not here. Whenever you change
+`make_model`, change `SHAPE` too. If your model is no transformer, give the shape of one whose layers have as many weights.
 """
 
 # %% datasheet
@@ -164,9 +164,9 @@ print(foretold)
 
 # %% [markdown]
 r"""
-The template's answer: bound by launching. A model so small leaves a GPU idle between two kernels, and twice the network or twice the
-flops would save nothing; ask the same of a model 100 times as large before you rent anything. The model knows training in bfloat16 with
-fused attention; the template trains in float32, so a GPU of yours will be slower than it says where products count.
+The template is bound by launching. A model so small leaves a GPU idle between two kernels, and twice the network or twice the flops
+would save nothing. Ask the same of a model 100 times as large before you rent anything. The prediction assumes bfloat16 and fused
+attention, while the template trains in float32: where products count, a GPU of yours will be slower than predicted.
 
 ## Run
 
@@ -174,9 +174,10 @@ With two GPUs or more there is a rank for each, and NCCL carries the gradients; 
 that, so give it more layers. Otherwise K processes share the processor, even beside one GPU: `fully_shard` talks through NCCL where
 there is a GPU, and NCCL wants one for each rank. The line above the figure says which it was.
 
-First with DDP, then with `fully_shard`. And once with ranks that train side by side without any message: this shows how much
-ranks on one machine slow each other down. A fourth run has `fully_shard` on a single rank, where it sends nothing. (Losses are
-means over the ranks, and each rank has its own samples: DDP and `fully_shard` on K ranks have equal ones, and so have the two runs on one rank.)
+The first run trains with DDP, and the second with `fully_shard`. In the third, ranks train side by side without any message, which
+shows how much ranks on one machine slow each other down. The fourth has `fully_shard` on a single rank, where it sends nothing.
+(Losses are means over the ranks, and each rank has its own samples. So DDP and `fully_shard` end with the same loss on K ranks, and
+the two runs on one rank end with another one, which is also the same.)
 """
 
 # %% runs
@@ -219,8 +220,8 @@ else:
 r"""
 ## On your GPUs
 
-DDP on all GPUs of this machine, in real time, beside one rank alone. With one GPU that is one rank, which trains there; without,
-it is the run with DDP above, on the processor.
+The figure has DDP on all GPUs of this machine, in real time, beside one rank alone. With one GPU there is one rank, which trains on
+it. Without a GPU, the figure has the run with DDP from above, on the processor.
 """
 
 # %% on-your-gpus
@@ -250,11 +251,12 @@ overlap did not hide. Is that more than the all-reduce alone takes? Then the res
 of DDP's own: hooks, and copies into buckets. Is DDP's bar the *shorter* one? Messages cannot shorten a step. Two runs of one
 program then differ here by more than the messages cost, and the gap is noise.
 
-`fully_shard` sends half as many bytes again as DDP; if its bar is longer than DDP's by more than half of the
-all-reduce, the bytes are not the reason. The last two bars are a part of it: on one rank it sends nothing to anybody, and still takes
-longer than the bare model: in a profile of it (`torch.profiler`, as in lesson 11) stand hooks, copies, and an optimizer that steps over
-DTensors. The rest comes with the second rank: each block has collectives of its own, and in each of them both ranks wait until the other
-one has come, while they share the cores. All of this comes once per block and parameter, so where blocks are larger it is a smaller part.
+`fully_shard` sends half as many bytes again as DDP. If its bar is longer than DDP's by more than half of the all-reduce, bytes are not
+the only reason. The last two bars show another one: on one rank `fully_shard` sends nothing, and still takes longer than the bare
+model. A profile of that run (`torch.profiler`, as in lesson 11) has hooks, copies, and an optimizer that steps over DTensors. The rest
+comes with the second rank: each block has collectives of its own, and in each of these both ranks wait until the other one has come,
+while they share the cores. All of this costs as much for a small block as for a large one, so in a larger model it is a smaller part of
+the step.
 """
 
 # %% explain
@@ -285,8 +287,9 @@ On hosts of their own, ranks do not share cores: there the prediction from two n
 
 ## Kill it
 
-The first run ends with a torchrun that reports a dead rank. The second is the same command again. Steps since the last checkpoint
-are computed twice: of lesson 13's three numbers this is the goodput, here counted in steps, without the time of the restart.
+The first run ends with a torchrun that reports a dead rank. The second run is the same command again. It computes the steps since the
+last checkpoint a second time. The share of computed steps that were kept is the goodput, one of lesson 13's three numbers; here it
+leaves out the time of the restart.
 """
 
 # %% killed

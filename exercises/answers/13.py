@@ -593,3 +593,43 @@ def most_together(job):
 # %% 13.6 wrong: the smallest T | the largest T that fits was asked for
 #- return max(t for t in
 #+ return min(t for t in
+
+# %% 13.7 right: one of the points
+def explain_figure():
+    return 'ZeRO-3 falls from 144 to 44, because a GPU has only a quarter of the work, but must still fetch all weights twice.', "A"
+
+
+# %% 13.7 right: a list of letters
+#- "ABC"
+#+ ["A", "B", "C"]
+# %% 13.7 told: lazy, a few words | at least twelve different words
+#- return text, "ABC"
+#+ return 'ZeRO-3 is 3.2 times slower.', "A"
+# %% 13.7 told: lazy, one word many times | at least twelve different words
+#- return text, "ABC"
+#+ return "because " * 20 + "4", "A"
+# %% 13.7 told: lazy, the figure's title | this stands in a lesson
+def explain_figure():
+    return 'On 1,536 GPUs three ways were 3.2 times as fast as ZeRO-3 (published; lines derived)', "A"
+
+
+# %% 13.7 told: lazy, the lesson's own sentence | this stands in a lesson
+#- return text, "ABC"
+#+ return 'The seconds of sending stay the same, while the seconds of computing halve with twice the GPUs.' + " " + text, "ABC"
+# %% 13.7 told: lazy, all is ticked | 3 points in
+def explain_figure():
+    return 'ZeRO-3 falls from 144 to 44, because a GPU has only a quarter of the work, but must still fetch all weights twice.', "ABC"
+
+
+# %% 13.7 told: no number | name a number of the figure
+#- return text, "ABC"
+#+ return "".join(sign for sign in text if not sign.isdigit()), "ABC"
+# %% 13.7 told: no letters | a pair was expected
+#- return text, "ABC"
+#+ return text
+# %% 13.7 told: nothing ticked | tick at least one letter
+#- return text, "ABC"
+#+ return text, ""
+# %% 13.7 told: another letter | 'X' is none of A, B and C
+#- return text, "ABC"
+#+ return text, "AX"

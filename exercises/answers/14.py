@@ -517,3 +517,43 @@ def int8_mean(gradient, left, gather):
 # %% 14.5 wrong: lazy, K is 3 | there are not always three ranks: divide by their number, len of what is gathered
 #- return total / len(all_values)
 #+ return total / 3
+
+# %% 14.6 right: one of the points
+def explain_figure():
+    return 'On 5 Mbit/s a step mostly waits for its bytes, so top 1 % is through ten times as early as an average in each step.', "A"
+
+
+# %% 14.6 right: a list of letters
+#- "ABC"
+#+ ["A", "B", "C"]
+# %% 14.6 told: lazy, a few words | at least twelve different words
+#- return text, "ABC"
+#+ return 'The link of 5 Mbit/s is slower.', "A"
+# %% 14.6 told: lazy, one word many times | at least twelve different words
+#- return text, "ABC"
+#+ return "because " * 20 + "4", "A"
+# %% 14.6 told: lazy, the figure's title | this stands in a lesson
+def explain_figure():
+    return 'On 5 Mbit/s, the fewer bytes a way sends, the sooner it is done (loss measured, time derived)', "A"
+
+
+# %% 14.6 told: lazy, the lesson's own sentence | this stands in a lesson
+#- return text, "ABC"
+#+ return 'The bands show the best and the worst of three seeds: a difference smaller than a band says nothing.' + " " + text, "ABC"
+# %% 14.6 told: lazy, all is ticked | 3 points in
+def explain_figure():
+    return 'On 5 Mbit/s a step mostly waits for its bytes, so top 1 % is through ten times as early as an average in each step.', "ABC"
+
+
+# %% 14.6 told: no number | name a number of the figure
+#- return text, "ABC"
+#+ return "".join(sign for sign in text if not sign.isdigit()), "ABC"
+# %% 14.6 told: no letters | a pair was expected
+#- return text, "ABC"
+#+ return text
+# %% 14.6 told: nothing ticked | tick at least one letter
+#- return text, "ABC"
+#+ return text, ""
+# %% 14.6 told: another letter | 'X' is none of A, B and C
+#- return text, "ABC"
+#+ return text, "AX"

@@ -1,5 +1,5 @@
 """Exercise 13: a table that is too good, units and protocols, plans for 1,536 GPUs, rows held
-out, a layer, and how far each way reaches.
+out, a layer, how far each way reaches, and a figure in words.
 
 A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
 """
@@ -7,7 +7,7 @@ A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
 from ddp_exercises.diagnosis import kind_of
 from ddp_exercises.tasks import task
 
-from .shared import require, several
+from .shared import as_it_is, form_of_explanation, nothing, require, several
 
 # The Transformer's rows in Huang et al., NeurIPS 2019, Table 2, are (stages, micro-batches, how
 # many times as fast as the first row).
@@ -317,3 +317,12 @@ class Limits:
             )
             yield "tensor parallel", about, most_tensor(dict(job))
             yield "both", f"both, {about}, {job['tokens']:,} tokens", most_together(dict(job))
+
+
+@task("13.7", "explain_figure", {"text": 1, "ticks": 1})
+class ExplainFigure:
+    """A figure in the learner's own words, and which points the learner ticks; a teacher reads it."""
+
+    draw = nothing
+    probe = as_it_is
+    read = form_of_explanation

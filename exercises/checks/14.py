@@ -1,5 +1,5 @@
 """Exercise 14: send the largest, meet less often, find the hook that loses gradients, bet on a
-winner, and send eight bits.
+winner, send eight bits, and explain a figure in words.
 
 A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
 """
@@ -13,7 +13,16 @@ from ddp_exercises.attempt import COLLECTIVES
 from ddp_exercises.tasks import task
 from manyranks.torch_inside import TorchDispatchMode
 
-from .shared import noted_ring, require, several, tensors, worlds
+from .shared import (
+    as_it_is,
+    form_of_explanation,
+    noted_ring,
+    nothing,
+    require,
+    several,
+    tensors,
+    worlds,
+)
 
 
 @task("14.1", "compress", {"largest": 1, "feedback": 2}, bound=1e-5)
@@ -350,3 +359,12 @@ def gather_of_rank(rank, gathered, about):
 
 class Later(Exception):
     """A rank has to wait for what another one gathers; not to be caught by an answer."""
+
+
+@task("14.6", "explain_figure", {"text": 1, "ticks": 1})
+class ExplainFigure:
+    """Two figures in the learner's own words, and which points the learner ticks; a teacher reads it."""
+
+    draw = nothing
+    probe = as_it_is
+    read = form_of_explanation

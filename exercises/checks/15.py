@@ -10,7 +10,7 @@ from operator import itemgetter
 
 from ddp_exercises.tasks import task
 
-from .shared import different_words, require, several
+from .shared import require, require_explanation, several
 
 TYPES = {  # what a run.json holds
     "wrap": str,
@@ -113,8 +113,8 @@ class Explained:
         require_signed(names, runs.values())
         settings = [(run["wrap"], run["world_size"] > 1) for run in runs.values()]
         yield "evidence", "wrap, and whether there are several ranks", settings
-        three = "three were expected: predicted seconds, two names of runs, a sentence"
-        predicted, pair, sentence = several(explained(), 3, three)
+        three = "three were expected: predicted seconds, two names of runs, your sentences"
+        predicted, pair, why = several(explained(), 3, three)
         require(
             type(predicted) is float and predicted > 0,
             "predicted seconds are a number such as 0.05",
@@ -146,4 +146,5 @@ class Explained:
         yield "explained", "the two runs differ in one thing only", size is not None
         yield "explained", "the longer run, then the shorter", fault_of_order
         yield "explained", "the larger part of the gap", fault_of_size
-        yield "explained", "four different words or more say why", different_words(sentence) >= 4
+        require_explanation(why)
+        yield "explained", "the form of the sentences", "as asked"

@@ -1,19 +1,24 @@
 """What several exercises draw, forbid and require, and a ring all-reduce that notes its calls."""
 
+import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ddp_course import collectives
+from ddp_course.lab.folders import course_folder
 from ddp_course.stage4_ring import ring_all_reduce
 from ddp_exercises.attempt import groups
 from ddp_exercises.diagnosis import kind_of
 from ddp_exercises.errors import Wrong
 
+COPIED = 10  # So many words in a row, equal to a lesson's, are no learner's own.
 # Dotted names of functions that would be the answer; each names the module that defines it.
 SERVER = (
     "ddp_course.stage3_paramserver.average_on_server",
@@ -177,6 +182,38 @@ def as_it_is(answer: Callable) -> Iterator[tuple]:
     yield "", "returned", answer()
 
 
+def require_explanation(text: Any) -> None:
+    """Raise Wrong where a text is too short to explain a figure, names no number, or is a lesson's."""
+    words = different_words(text)
+    require(words >= 12, f"a text of at least twelve different words was expected, not of {words}")
+    require(any(sign.isdigit() for sign in str(text)), "name a number of the figure in your text")
+    own_words = words_in(str(text))
+    for place in range(len(own_words) - COPIED + 1):
+        run = " ".join(own_words[place : place + COPIED])
+        require(
+            f" {run} " not in lessons_as_words(),
+            f'"{run}": this stands in a lesson; explain the figure in words of your own',
+        )
+
+
+def words_in(text: str) -> list[str]:
+    """Return the words and numbers of a text, in small letters."""
+    return re.findall(r"[^\W_]+", text.lower())
+
+
+@cache
+def lessons_as_words() -> str:
+    """Return what all lessons say, in texts, code and outputs, as words between spaces."""
+    texts = []
+    for path in sorted(course_folder("notebooks").glob("*.ipynb")):
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            texts += cell["source"]
+            for output in cell.get("outputs", ()):
+                texts += output.get("data", {}).get("text/plain", ())
+                texts.append(" ")
+    return f" {' '.join(words_in(''.join(texts)))} "
+
+
 def form_of_explanation(returned: list) -> Iterator[tuple]:
     """Evidence of a figure's explanation: the form of (text, letters of the points that it makes).
 
@@ -185,10 +222,9 @@ def form_of_explanation(returned: list) -> Iterator[tuple]:
     pair = 'a pair was expected: (your text, the letters that you tick, such as "AB")'
     text, ticked = several(returned[0], 2, pair)
     letters = sorted(set(map(str, ticked)))
-    words = different_words(text)
-    require(words >= 12, f"a text of at least twelve different words was expected, not of {words}")
-    require(any(sign.isdigit() for sign in str(text)), "name a number of the figure in your text")
+    require_explanation(text)
     yield "text", "its form", "as asked"
+    words = different_words(text)
     unknown = [letter for letter in letters if letter not in ("A", "B", "C")]
     require(not unknown, f"{', '.join(map(repr, unknown))} is none of A, B and C")
     require(letters, "tick at least one letter: what does your text say?")

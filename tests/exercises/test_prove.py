@@ -191,7 +191,7 @@ def test_texts_stand_beside_their_rubric():
     texts = [right("10.5", 'def largest_rate():\n    return 0.3, "it <jumps>"')]
     (known,) = report.rubrics([*texts, right("4.1", MINE)])
     assert known[0] == "10.5" and "Full:" in known[1] and known[2][0][0] == "anna"
-    for number in ("5.9", "6.10", "7.9", "8.8", "9.7", "15.2"):
+    for number in ("5.9", "6.10", "7.9", "8.8", "9.7", "13.7", "14.6", "15.2"):
         assert "Full:" in report.rubrics([right(number, "x")])[0][1]
     page = report.pages(texts)
     assert "it &lt;jumps&gt;" in page["index.html"] and "Full:" in page["index.html"]
