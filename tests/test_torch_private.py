@@ -190,4 +190,6 @@ def test_torch_compile_leaves_an_uncompiled_function_as_it_is():
 
     assert torch.equal(result, numbers.cos().sinh().tan())
     code = " ".join(compiled)
-    assert "cos" in code and "tan" in code and "sinh" not in code
+    assert "cos" in code
+    assert "tan" in code
+    assert "sinh" not in code
