@@ -191,7 +191,7 @@ def main():
     parser.add_argument(
         "--patience",
         type=float,
-        default=90.0,
+        default=180.0,
         help="seconds for a test, and 20 times the control's",
     )
     parser.add_argument(

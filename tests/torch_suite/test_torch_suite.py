@@ -38,7 +38,6 @@ def results(ddp="adapter.WithPrivateNames", only=""):
             "--json",
             str(report),
         ]
-        command += ["--patience", "180"]
         done = subprocess.run(
             command, capture_output=True, text=True, env={**os.environ, "TMPDIR": folder}
         )
