@@ -44,7 +44,8 @@ RESULTS = [
 
 def test_csv_has_a_line_a_task_and_no_formula():
     rows = list(csv.reader(io.StringIO(report.as_table(RESULTS))))
-    assert rows[0][:4] == ["learner", "exercise", "task", "points"] and rows[0][8] == "comment"
+    assert rows[0][:4] == ["learner", "exercise", "task", "points"]
+    assert rows[0][8] == "comment"
     assert rows[2] == ["'=cmd()", "4", "4.2", "3", "3", "", "sums 2/2; bytes 1/1"] + [""] * 5
     assert rows[3][1:5] == ["", "notebook", "0", "0"]
 
@@ -54,17 +55,22 @@ def test_json_has_the_agreed_form():
     assert {"learner", "exercise", "tasks", "message", "note", "files", "seed"} <= first.keys()
     assert (first["points"], first["possible"]) == (3, 5)
     assert first["tasks"][1]["parts"] == PARTS
-    assert second["exercise"] is None and second["tasks"][0]["message"] == '"x.ipynb" is empty'
+    assert second["exercise"] is None
+    assert second["tasks"][0]["message"] == '"x.ipynb" is empty'
 
 
 def test_pages_escape_everything_and_need_nothing_else():
     pages = report.pages(RESULTS)
     assert sorted(pages) == ["hand_back/_cmd_.html", "hand_back/_etc_anna_b_.html", "index.html"]
     page = pages["hand_back/_cmd_.html"]
-    assert "<script>alert" not in page and "&lt;script&gt;" in page and "\x1b" not in page
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;" in page
+    assert "\x1b" not in page
     assert "{learner}" in page, "a learner's braces are not ours"
-    assert "sums: right" in page and "bytes: too many" in page
-    assert "http" not in page.replace("http-equiv", "") and "src=" not in page
+    assert "sums: right" in page
+    assert "bytes: too many" in page
+    assert "http" not in page.replace("http-equiv", "")
+    assert "src=" not in page
 
 
 def test_a_text_is_no_formula_but_a_number_below_zero_is_a_number():
@@ -81,7 +87,8 @@ def test_names_of_pages_differ_also_where_a_is_the_same_as_big_a():
 
 
 def test_the_table_has_no_control_characters():
-    assert "\x1b" not in report.table(RESULTS) and "\x07" not in report.table(RESULTS)
+    assert "\x1b" not in report.table(RESULTS)
+    assert "\x07" not in report.table(RESULTS)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +106,8 @@ def test_plain_data_comes_back(thing):
 def test_tensors_come_back(dtype, shape):
     tensor = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
     back = unpack(pack(tensor))
-    assert back.dtype == tensor.dtype and back.equal(tensor)
+    assert back.dtype == tensor.dtype
+    assert back.equal(tensor)
 
 
 def test_objects_with_ideas_of_their_own_do_not_come_back():
@@ -150,10 +158,13 @@ def test_the_bench_hands_in_solved_wrong_and_unsolved_ones(tmp_path):
 def test_the_guide_promises_what_the_code_keeps():
     root = Path(__file__).parents[2]
     guide = (root / "docs" / "GRADING.md").read_text()
-    assert f"{guard.MEMORY_BYTES >> 30} GiB" in guide and f"{guard.STARTS} processes" in guide
-    assert "deploy/grading" in guide and "For strangers' code use a container" in guide
+    assert f"{guard.MEMORY_BYTES >> 30} GiB" in guide
+    assert f"{guard.STARTS} processes" in guide
+    assert "deploy/grading" in guide
+    assert "For strangers' code use a container" in guide
     recipe = (root / "deploy" / "grading.sh").read_text()
-    assert "--network none --read-only" in recipe and "--cap-drop ALL" in recipe
+    assert "--network none --read-only" in recipe
+    assert "--cap-drop ALL" in recipe
 
 
 def a_class(folder):
@@ -213,15 +224,15 @@ def test_of_several_submissions_to_an_exercise_the_best_counts(tmp_path, monkeyp
     options = [part for kind, file in files.items() for part in (f"--{kind}", str(file))]
     assert cli.main(["grade", str(a_class(tmp_path / "class")), "--jobs", "1", *options]) == 1
     said = capsys.readouterr()
-    assert "skipped: list.txt\n" in said.err and "3 learners, 0 late, 0 without" in said.err
-    assert (
-        "2 of 3 submissions have all points" in said.out
-        and "handed in 2 times; the best counts" in said.out
-    )
+    assert "skipped: list.txt\n" in said.err
+    assert "3 learners, 0 late, 0 without" in said.err
+    assert "2 of 3 submissions have all points" in said.out
+    assert "handed in 2 times; the best counts" in said.out
     rows = list(csv.reader(files["csv"].open()))
     assert [(row[0], row[3]) for row in rows if row[0] == "anna"] == [("anna", "1")]
     anna, *_ = json.loads(files["json"].read_text())
-    assert anna["note"] == "handed in 2 times; the best counts" and anna["points"] == 1
+    assert anna["note"] == "handed in 2 times; the best counts"
+    assert anna["points"] == 1
     assert "the best counts" in (files["html"] / "hand_back/anna.html").read_text()
 
 
@@ -246,15 +257,19 @@ NEW = of_anna(8, 0.5, {"new.ipynb": "2"})
 )
 def test_a_new_result_replaces_that_of_its_exercise_of_its_file_and_of_no_file(earlier, kept):
     results = merged([earlier], [NEW])
-    assert NEW in results and (earlier in results) == kept and len(results) == 1 + kept
+    assert NEW in results
+    assert (earlier in results) == kept
+    assert len(results) == 1 + kept
 
 
 def test_a_notebook_that_cannot_be_read_counts_nothing_of_what_there_is(tmp_path):
     (tmp_path / "08_mine.ipynb").write_text("{")
     (result,) = grade([submission_of(tmp_path / "08_mine.ipynb")], load_exercises(), seed=1)
-    assert (result.points, result.passed) == (0, False) and result.possible > 10
+    assert (result.points, result.passed) == (0, False)
+    assert result.possible > 10
     line, _ = report.table([result]).splitlines()
-    assert "0 of " in line and "not valid JSON" in line
+    assert "0 of " in line
+    assert "not valid JSON" in line
 
 
 def test_an_untouched_exercise_takes_one_line():
@@ -277,7 +292,8 @@ def test_what_cannot_be_judged_is_worth_nothing_in_each_of_its_parts(tmp_path):
             assert sum(part["possible"] for part in task.parts) == pytest.approx(task.possible)
             assert all(part["points"] == 0 and message in part["message"] for part in task.parts)
     page = report.pages(results)["hand_back/bert.html"]
-    assert "as above" not in page and page.count("not solved yet") == len(results[1].tasks)
+    assert "as above" not in page
+    assert page.count("not solved yet") == len(results[1].tasks)
 
 
 RING = """

@@ -62,7 +62,9 @@ def read_by_canvas(text):
     By the rules of lib/gradebook_importer.rb in https://github.com/instructure/canvas-lms.
     """
     header, *rows = rows_of(text)
-    assert len(header) > 3 and "Student" in header[0] and "ID" in header[1]
+    assert len(header) > 3
+    assert "Student" in header[0]
+    assert "ID" in header[1]
     own = 3  # So many columns are the learner's; the last of them must be the section.
     if "SIS Login ID" in header[2]:
         own += 1
@@ -103,8 +105,10 @@ def test_canvas_own_assignments_are_found_by_how_their_titles_begin(tmp_path):
     titles = "Student,ID,Exercise 41 (1),Exercise 4: the ring (777),Exercise 4 again (778)"
     (tmp_path / "class.csv").write_text(f'{titles}\n"Ann, A",12,,5,\n')
     header, possible, anna = rows_of(as_canvas([ANNA], read_roster(tmp_path / "class.csv")))[:3]
-    assert header[5:] == ["Exercise 4: the ring (777)"] and possible[5:] == ["4"]
-    assert anna[:2] == ["Ann, A", "12"] and anna[5:] == [""]
+    assert header[5:] == ["Exercise 4: the ring (777)"]
+    assert possible[5:] == ["4"]
+    assert anna[:2] == ["Ann, A", "12"]
+    assert anna[5:] == [""]
 
 
 def test_moodle_gets_a_grading_worksheet_for_each_exercise():
@@ -116,7 +120,8 @@ def test_moodle_gets_a_grading_worksheet_for_each_exercise():
     header, first, anna, ben = rows_of(files["out/m_04.csv"])
     assert header == ["Identifier", "Full name", "Email address", "Grade", "Feedback comments"]
     assert first == ["Participant 1234567", "Ada L", "", "1", ""]
-    assert anna[3:] == ["2.5", "4.2: a fault"] and ben[3:] == ["", ""]
+    assert anna[3:] == ["2.5", "4.2: a fault"]
+    assert ben[3:] == ["", ""]
     assert rows_of(as_moodle([ANNA], {"anna": {"Email address": "a@x"}}, 4))[1][2] == "a@x"
 
 
@@ -165,9 +170,11 @@ def test_the_command_writes_grades_and_goes_on_where_it_stopped(tmp_path, monkey
     command += ["--roster", str(tmp_path / "names"), "--html", str(tmp_path / "html")]
     command += ["--canvas", str(tmp_path / "canvas.csv")]
     asked = graded_as(monkeypatch, [right[0], KeyboardInterrupt()])
-    assert cli.main(command) == 2 and "--resume goes on" in capsys.readouterr().err
+    assert cli.main(command) == 2
+    assert "--resume goes on" in capsys.readouterr().err
     asked = graded_as(monkeypatch, [right[1]])
-    assert cli.main([*command, "--resume"]) == 0 and asked == ["ben"]
+    assert cli.main([*command, "--resume"]) == 0
+    assert asked == ["ben"]
     said = capsys.readouterr().out
     assert "handed in nothing: carl" in said
     assert "mean of 2, and how many have solved it</td><td>1</td>\n<td>2</td>" in (
@@ -183,13 +190,12 @@ def test_the_command_writes_grades_and_goes_on_where_it_stopped(tmp_path, monkey
         ["carl", "", "", "carl", "", ""],
     ]
     index = (tmp_path / "html" / "index.html").read_text()
-    assert (
-        'href="hand_back/anna.html"' in index
-        and "carl" in index
-        and "Handed in nothing: carl" in index
-    )
+    assert 'href="hand_back/anna.html"' in index
+    assert "carl" in index
+    assert "Handed in nothing: carl" in index
     asked = graded_as(monkeypatch, [])
-    assert cli.main([*command, "--resume"]) == 0 and asked == []
+    assert cli.main([*command, "--resume"]) == 0
+    assert asked == []
     assert "anna" in capsys.readouterr().out
 
 

@@ -207,7 +207,8 @@ def test_an_odd_cell_costs_nothing(kind):
     notebook = solved()
     ODD_CELLS[kind](notebook)
     runs, answers = assembled(notebook)
-    assert list(answers) == TASKS and {"check-2-1", "check-2-2", "check-2-3"} <= set(runs)
+    assert list(answers) == TASKS
+    assert {"check-2-1", "check-2-2", "check-2-3"} <= set(runs)
     assert "\ud83d" not in answers["2.1"].source
 
 
@@ -216,7 +217,8 @@ def test_an_empty_answer_is_not_solved_yet():
     cell_in(notebook, "answer-2-1")["source"] = None
     cells = cells_of(notebook)
     places = {task: answer.places for task, answer in find_answers(EXERCISES[2], cells).items()}
-    assert places.pop("2.1") == [] and all(places.values())
+    assert places.pop("2.1") == []
+    assert all(places.values())
     assert trouble("2.1", EXERCISES[2], cells) == "not solved yet"
     missing = [cell for cell in cells if cell.id != "answer-2-1"]
     assert "no other cell defines scatter" in trouble("2.1", EXERCISES[2], missing)
@@ -386,7 +388,8 @@ def test_a_script_that_was_a_notebook_is_one_where_there_is_no_other(kind, tmp_p
     (tmp_path / "carl.py").write_text("def scatter(): pass")
     works = find_submissions([tmp_path])[0]
     ada, ben = sorted(works, key=lambda work: work.learner)
-    assert (ada.file, ben.file) == ("x.py", "02_x.ipynb") and exercise_of(ada, EXERCISES) == 2
+    assert (ada.file, ben.file) == ("x.py", "02_x.ipynb")
+    assert exercise_of(ada, EXERCISES) == 2
     answers = find_answers(EXERCISES[2], ada.cells)
     assert list(answers) == TASKS
     for answer in answers.values():
@@ -413,7 +416,8 @@ def test_a_notebook_of_all_kinds_at_once_has_all_points(tmp_path):
     (tmp_path / "02_x.ipynb").write_text(json.dumps(notebook))
     (work,) = find_submissions([tmp_path / "02_x.ipynb"])[0]
     result = grade_one(work, EXERCISES, Judge(3), 120.0)
-    assert [task.message for task in result.tasks] == ["", "", ""] and result.points == 7
+    assert [task.message for task in result.tasks] == ["", "", ""]
+    assert result.points == 7
     assert result.tasks[0].notes == ["no cell defines it; its check had it"]
 
 
@@ -428,7 +432,8 @@ def test_what_the_grader_cannot_do_is_said_in_our_words(tmp_path):
         task.message for task in grade_one(work, EXERCISES, Judge(3), 120.0).tasks
     ]
     assert "nobody types here: write the value itself" in asks
-    assert "!pip install xyz did nothing" in shell and "No module named 'xyz'" in shell
+    assert "!pip install xyz did nothing" in shell
+    assert "No module named 'xyz'" in shell
     assert "ValueError: ?" in emoji
 
 
@@ -480,4 +485,5 @@ def test_nbval_runs_a_notebook_of_another_environment_as_the_guide_says(tmp_path
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options.split(), *paths]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0 and "6 passed" in done.stdout, done.stdout
+    assert done.returncode == 0, done.stdout
+    assert "6 passed" in done.stdout

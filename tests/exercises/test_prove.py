@@ -46,12 +46,15 @@ def test_changes_are_those_that_an_author_should_foresee(line, changed):
 
 def test_a_question_is_about_the_learner_s_own_code_and_its_answer_is_what_the_check_says():
     question = question_about(right("4.1", MINE), Judge(3), 100.0)
-    assert "(me - turn + n) % n" in question.text and "me" in question.text.split("becomes")[1]
+    assert "(me - turn + n) % n" in question.text
+    assert "me" in question.text.split("becomes")[1]
     assert question == question_about(right("4.1", MINE), Judge(3), 100.0)
     (new,) = [text for text, words in mutations(MINE) if words in question.text]
     said = verdict_on("4.1", new, seed=3).message
-    assert f"  {question.right}) {said}" in question.text and said
-    assert "correct" in question.text and "  d) " in question.text
+    assert f"  {question.right}) {said}" in question.text
+    assert said
+    assert "correct" in question.text
+    assert "  d) " in question.text
 
 
 @pytest.mark.parametrize(
@@ -92,7 +95,8 @@ def test_four_choices_are_told_whole_and_what_python_says_is_not_asked(monkeypat
     for seed in range(9):
         text, letter = prove.question_about(right("4.1", MINE), Judge(seed), 100.0)
         asked, *choices = text.split("\n")
-        assert "x becomes v." in asked and f"  {letter}) {long}" in choices
+        assert "x becomes v." in asked
+        assert f"  {letter}) {long}" in choices
         said_too = [choice[5:] for choice in choices if choice[5:] != long]
         assert sorted(said_too) == [RIGHT, "first 3", "your code raised TypeError"]
 
@@ -150,8 +154,10 @@ def test_a_known_wrong_answer_is_a_misconception_in_the_teacher_s_table():
     results.append(Result("ben", 3, [TaskResult("3.3", 2, 2)]))
     assert report.misconceptions(results) == {("3.3", "no division"): ["anna"]}
     page = report.pages(results)["index.html"]
-    assert page.count('class="has wrong"') == 1 and "no division" in page
-    assert page.count("<span>anna</span>") == 1 and "<span>ben</span>" not in page
+    assert page.count('class="has wrong"') == 1
+    assert "no division" in page
+    assert page.count("<span>anna</span>") == 1
+    assert "<span>ben</span>" not in page
     assert "no division" not in report.pages(results)["hand_back/anna.html"]
 
 
@@ -190,11 +196,14 @@ def test_revisiting_draws_what_shows_most_of_an_old_misconception(tmp_path, monk
 def test_texts_stand_beside_their_rubric():
     texts = [right("10.5", 'def largest_rate():\n    return 0.3, "it <jumps>"')]
     (known,) = report.rubrics([*texts, right("4.1", MINE)])
-    assert known[0] == "10.5" and "Full:" in known[1] and known[2][0][0] == "anna"
+    assert known[0] == "10.5"
+    assert "Full:" in known[1]
+    assert known[2][0][0] == "anna"
     for number in ("5.9", "6.10", "7.9", "8.8", "9.7", "13.7", "14.6", "15.2"):
         assert "Full:" in report.rubrics([right(number, "x")])[0][1]
     page = report.pages(texts)
-    assert "it &lt;jumps&gt;" in page["index.html"] and "Full:" in page["index.html"]
+    assert "it &lt;jumps&gt;" in page["index.html"]
+    assert "Full:" in page["index.html"]
     assert "Full:" not in page["hand_back/anna.html"]
 
 

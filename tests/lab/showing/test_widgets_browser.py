@@ -95,7 +95,8 @@ def test_a_newcomer_meets_lesson_00_without_answers_or_news_and_a_terminal_that_
             assert time.monotonic() < deadline, "the tabs of this copy are not kept in it"
             page.wait_for_timeout(100)
     where, *commands = (folder / "seen").read_text().split()
-    assert where == str(folder) and [os.path.basename(path) for path in commands] == [
+    assert where == str(folder)
+    assert [os.path.basename(path) for path in commands] == [
         "ddp-course",
         "torchrun",
     ]
@@ -167,7 +168,8 @@ def test_on_a_phone_titles_stand_above_sliders_and_all_text_can_be_read(lab, the
             assert label.evaluate("label => getComputedStyle(label).textAlign") == "left"
             title = label.bounding_box()
             track = row.locator(".noUi-target").bounding_box()
-            assert title["y"] + title["height"] <= track["y"] + 4 and track["width"] > 150
+            assert title["y"] + title["height"] <= track["y"] + 4
+            assert track["width"] > 150
         assert page.locator(".jp-FileBrowser").is_hidden(), "the list of files leaves no room"
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         table = cells.nth([*CELLS].index("table")).locator(".jp-RenderedHTMLCommon").last
