@@ -151,7 +151,7 @@ for row, colour in zip(facts.rows("ddp_step_seconds_v100"), colours):
     simulated = [100 * alone / case["predicted"] for case in rows if case["model"] == model]
     lines[f"{model}, simulated"] = ([4, 8, 16], simulated, colour)
     errors["“as on 2 GPUs”"] += [abs(seconds[0] / step - 1) for step in seconds[1:]]
-title = "Median error: " + ", ".join(f"{median(off):.1%} for {name}" for name, off in errors.items())
+title = "Median error: " + ", ".join(f"{median(off):.1%} for {way}" for way, off in errors.items())
 picture = show.curves(measured, "GPUs", "efficiency (%)", title, theory=lines, log="x",
                       ticks=[2, 4, 8, 16], kind="published; simulated")
 for _, percents, colour in measured.values():
