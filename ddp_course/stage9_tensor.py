@@ -48,7 +48,7 @@ from .replicas import check_replicas
 from .stage3_paramserver import broadcast_parameters, gradients
 from .stage4_ring import average_on_ring, ring_all_reduce
 from .stage7_sharded.clipping import total_norm
-from .stage7_sharded.parts import PartOfParameter
+from .stage7_sharded.parts import PartOfParameter, refuse_with
 from .stage7_sharded.shardable import check_model
 from .torch_private import allow_foreach, as_plain_tensors, uncompiled, wrapper_around
 
@@ -151,10 +151,44 @@ class Slice(PartOfParameter):
 allow_foreach(Slice)
 
 
+class Place(NamedTuple):
+    """Where a pair of split layers stands: `members` of `parent`, {name: layer} after the split."""
+
+    parent: nn.Module
+    members: dict[str, nn.Module]
+
+    def check(self):
+        """Raise RuntimeError, with a name, if something else computes from slices now."""
+        for name, known in self.members.items():
+            present = self.parent._modules.get(name)
+            if present is not known and not computes_the_same(present, known):
+                raise RuntimeError(
+                    f"{name} of {type(self.parent).__name__} was exchanged after the split, and"
+                    " each rank has a slice of what is computed there: put adapters and other"
+                    " layers around whole layers, before a model is split, or after restore()"
+                )
+
+
+def computes_the_same(present, known):
+    """Return whether a layer may stand in the place of the one `known` after the split.
+
+    It may if it adds no weights to a split layer, as a wrapper for checkpointing does, or if it is
+    an activation that stands for another.
+    """
+    if isinstance(known, SplitLinear) and present is not None:
+        return set(present.parameters()) == set(known.parameters())
+    return type(present) in ACTIVATIONS
+
+
 class SplitLinear(nn.Module):
     """This rank's slice of a linear layer: the outputs, or the inputs, with these `indices`."""
 
     split_along: dict[str, int]  # the dimension of weight and bias that is split
+    place: Place
+    reset_parameters = refuse_with(
+        "every rank would draw numbers of its own, from the shape of its slice: initialise a model"
+        " before it is split, or after restore()"
+    )
 
     def __init__(self, layer, indices, all_reduce):
         super().__init__()
@@ -176,9 +210,10 @@ class SplitLinear(nn.Module):
         """Return this layer's outputs, computed from its slices as from any tensors.
 
         Raises ValueError inside torch's DistributedDataParallel over the ranks of this layer, and
-        RuntimeError if it has other parameters than after the split.
+        RuntimeError if it has other parameters, or stands elsewhere, than after the split.
         """
         self.check_parameters()
+        self.place.check()
         if wrapper := wrapper_around():
             check_replicas(dict(self.named_parameters()), wrapper.process_group)
         with as_plain_tensors():
@@ -243,11 +278,12 @@ class Pair(NamedTuple):
     """Two layers of `parent`, by their names: one to split by columns, and one by rows after it.
 
     They are split by units, such as heads: `rows[unit]` has the unit's outputs of the first layer,
-    and `columns[unit]` its inputs of the second.
+    and `columns[unit]` its inputs of the second. `between` are the names of layers between the two.
     """
 
     parent: nn.Module
     first: str
+    between: list[str]
     second: str
     rows: torch.Tensor
     columns: torch.Tensor
@@ -261,7 +297,7 @@ def pairs(model):
             # The outputs of qkv are all heads' queries, then all keys, then all values.
             outputs = torch.arange(module.qkv.out_features).view(3, -1, module.head_width)
             inputs = torch.arange(module.out.in_features).view(-1, module.head_width)
-            yield Pair(module, "qkv", "out", outputs.transpose(0, 1), inputs)
+            yield Pair(module, "qkv", [], "out", outputs.transpose(0, 1), inputs)
         if isinstance(module, nn.Sequential):
             yield from pairs_of(module, uses)
 
@@ -279,7 +315,7 @@ def pairs_of(sequential, uses):
             taken = second
             if can_be_split(layers, uses):
                 neurons = torch.arange(layers[0].out_features).view(-1, 1)
-                yield Pair(sequential, first, second, neurons, neurons)
+                yield Pair(sequential, first, [between], second, neurons, neurons)
 
 
 def has_hooks(module):
@@ -317,11 +353,14 @@ def split_layers(model, rank, ranks, all_reduce):
             f"{type(model).__name__} has no two linear layers that could be split over {ranks}"
             " ranks: layers with hooks, shared weights or a class of their own must stay whole"
         )
-    for parent, first, second, rows, columns in chosen:
+    for parent, first, between, second, rows, columns in chosen:
         for name, kind, units in ((first, ColumnLinear, rows), (second, RowLinear, columns)):
             # Sorted, the indices of qkv are its queries, keys and values again.
             indices = units.tensor_split(ranks)[rank].flatten().sort().values
             setattr(parent, name, kind(getattr(parent, name), indices, all_reduce))
+        place = Place(parent, {name: parent._modules[name] for name in (first, *between, second)})
+        parent._modules[first].place = place
+        parent._modules[second].place = place
     return model
 
 

@@ -284,6 +284,41 @@ def with_a_scale(layer):
     layer.scale = nn.Parameter(torch.ones(6).double())
 
 
+class Adapter(nn.Module):
+    """A layer with a low-rank adapter, whose sizes are those of the layer's weight."""
+
+    def __init__(self, layer):
+        super().__init__()
+        outputs, inputs = layer.weight.shape
+        self.layer = layer
+        self.adapter = nn.Sequential(nn.Linear(inputs, 2), nn.Linear(2, outputs)).double()
+
+    def forward(self, x):
+        return self.layer(x) + self.adapter(x)
+
+
+def put(place, make):
+    """Put what `make` returns for a member of a split model in its place, and run the model."""
+    model = split()
+    model[place] = make(model[place])
+    return model(data()[0])
+
+
+def others_that_compute_the_same():
+    """Put in wrappers without weights, and another activation."""
+    expected = net()(data()[0])
+    compiled = partial(torch.compile, backend="eager")
+    results = [put(place, compiled) for place in (0, 2, 4, 6)]
+    results.append(put(3, lambda activation: nn.ReLU()))
+    results.append(copy.deepcopy(split())(data()[0]))
+    return [(result - expected).abs().max().item() for result in results]
+
+
+def test_a_split_layer_may_be_wrapped_without_weights():
+    for gaps in launch(others_that_compute_the_same, world_size=2):
+        assert max(gaps) < 1e-12, gaps
+
+
 def other_shapes():
     size = 6 + 2 * dist.get_rank()
     stage9_tensor.parallelize(nn.Sequential(nn.Linear(4, size), nn.ReLU(), nn.Linear(size, 4)))
@@ -353,6 +388,17 @@ REFUSED = {
     "a weight exchanged": ("was exchanged", exchanged),
     "a bias removed": ("the bias of a split layer", lambda: trained_after(without_bias)),
     "a parameter added": ("the scale of a split layer", lambda: trained_after(with_a_scale)),
+    "an adapter of outputs": (
+        "0 of Sequential was exchanged after the split",
+        lambda: put(0, Adapter),
+    ),
+    "an adapter of inputs": (
+        "2 of Sequential was exchanged after the split",
+        lambda: put(2, Adapter),
+    ),
+    "softmax of a slice": ("1 of Sequential", lambda: put(1, lambda _: nn.Softmax(-1))),
+    "a weight between": ("1 of Sequential", lambda: put(1, lambda _: nn.PReLU().double())),
+    "a layer made anew": ("initialise a model before", lambda: split()[2].reset_parameters()),
     "converted": ("cannot be moved or converted", lambda: split().float()),
     "other shapes": ("all ranks must have the same model", other_shapes),
     "nothing to split": (

@@ -4,8 +4,8 @@ The reducer listens to the parameters that a model had when it was wrapped. Nobo
 gradients of others, which a model may get by `load_state_dict(…, assign=True)`, `layer.weight =
 Parameter(…)`, `parametrize`, an adapter in place of a layer, or when a frozen parameter is to be
 trained after all. So every forward pass with gradients looks whether the model has the same
-parameters. That takes a quarter of a microsecond for each layer, as it compares the contents of
-the layers' dicts in C.
+parameters, of the same dtypes. That takes a third of a microsecond for each layer, as it compares
+the contents of the layers' dicts in C.
 """
 
 import weakref
@@ -13,8 +13,10 @@ from itertools import chain
 from operator import attrgetter, is_
 
 from ..torch_private import uncompiled
+from .unused import converted
 
 trains = attrgetter("requires_grad")
+dtype_of = attrgetter("dtype")
 WHAT_TO_DO = (
     "change and load a model before it is wrapped, or wrap it anew; load_state_dict() without"
     " assign=True, and parameter.copy_(…), write new values into the same parameter"
@@ -33,6 +35,7 @@ class Inventory:
         self.averaged = averaged
         self.ignored = ignored
         self.may_be_unused = may_be_unused
+        self.dtypes = list(map(dtype_of, averaged.values()))
         # torch.utils.swap_tensors exchanges what is inside a parameter, which nothing here would
         # see. It refuses a parameter to which there is a weak reference.
         self.not_swapped = [weakref.ref(parameter) for parameter in averaged.values()]
@@ -55,6 +58,10 @@ class Inventory:
     @uncompiled
     def check(self):
         """Raise RuntimeError, with names, if a gradient would be left out, or awaited in vain."""
+        if list(map(dtype_of, self.averaged.values())) != self.dtypes:
+            members = zip(self.averaged.items(), self.dtypes, strict=True)
+            names = [name for (name, each), dtype in members if each.dtype != dtype]
+            raise RuntimeError(converted(names))
         held = self.now_held()
         same = len(held) == len(self.held) and all(map(is_, held, self.held))
         if same and list(map(trains, self.parameters)) == self.trained:

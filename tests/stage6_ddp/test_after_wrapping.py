@@ -264,3 +264,18 @@ def test_other_parameters_are_followed_or_named():
 def test_a_change_on_one_rank_ends_all():
     with pytest.raises(RankError, match=r"2\.weight"):
         launch(outcome_raised, world_size=2, timeout=30)
+
+
+def outcome_of_another_dtype():
+    model = net()
+    wrapper = DistributedDataParallel(model, process_group=dist.new_group())
+    model[2].float()
+    try:
+        wrapper(share())
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_forward_pass_names_what_has_another_dtype():
+    for words in launch(outcome_of_another_dtype, world_size=2, timeout=30):
+        assert "converted after wrapping: 2.weight, 2.bias. " in words
