@@ -6,13 +6,44 @@ Where cloudpickle is not installed, pickle packs what modules define.
 import copyreg
 import functools
 import inspect
+import io
+import pickle
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 try:
-    from cloudpickle import Pickler, dumps
+    from cloudpickle import Pickler as AnyPickler
 except ImportError:  # A machine with torch and numpy only is enough for `make gpu`.
-    from pickle import Pickler, dumps  # type: ignore[assignment]
+    AnyPickler = None
+
+
+class CellPickler(AnyPickler or pickle.Pickler):  # type: ignore[misc]
+    """Packs functions of cells with the names of their files, which messages need for lines.
+
+    cloudpickle leaves these names out from 3.1.3 on.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return how an object is packed, or NotImplemented where pickle knows."""
+        if AnyPickler is None:
+            return NotImplemented
+        if isinstance(obj, CodeType):
+            make, arguments = self.dispatch_table[CodeType](obj)
+            return of_file, (obj.co_filename, make, arguments)
+        return super().reducer_override(obj)
+
+
+def of_file(path: str, make: Callable, arguments: tuple) -> CodeType:
+    """Return the code that a `CellPickler` has packed, as that of the file at `path`."""
+    return make(*arguments).replace(co_filename=path)
+
+
+def dumps(obj: Any, protocol: int | None = None) -> bytes:
+    """Return an object as bytes, packed by a `CellPickler`."""
+    with io.BytesIO() as file:
+        CellPickler(file, protocol).dump(obj)
+        return file.getvalue()
 
 
 def pack_cached(function: Any) -> tuple:
@@ -32,7 +63,6 @@ def cache_again(function: Callable, parameters: dict) -> Callable:
 
 CachedFunction = type(functools.lru_cache(len))  # Python has no name for this type.
 copyreg.pickle(CachedFunction, pack_cached)
-__all__ = ["Pickler", "dumps", "unsendable"]
 
 
 def unsendable(function: Callable, args: tuple, kwargs: dict) -> tuple[str, str] | None:

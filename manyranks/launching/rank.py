@@ -25,7 +25,7 @@ from .. import clocks, flight_recorder, linux, own_code
 from ..devices.placement import settle_on
 from ..errors import DeadlockError, LaunchError
 from ..torch_inside import after_each_group, serve_store_on
-from .pickling import Pickler
+from .pickling import CellPickler
 from .protocol import Answered, LaunchFiles, Meeting, RankFiles, Setting, Started, send
 from .steps import Steps
 
@@ -259,16 +259,13 @@ def pack(kind: str, value: Any, descriptor: int) -> None:
         AnswerPickler(file, protocol=5).dump((kind, value))
 
 
-class AnswerPickler(Pickler):
+class AnswerPickler(CellPickler):
     """Packs tensors on a GPU as tensors on the CPU: the caller need not have a GPU, nor use it."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor) and obj.is_cuda:
             return obj.detach().cpu().requires_grad_(obj.requires_grad).__reduce_ex__(5)
-        # cloudpickle's class has this method, and Python's own has not.
-        if hasattr(Pickler, "reducer_override"):
-            return super().reducer_override(obj)
-        return NotImplemented
+        return super().reducer_override(obj)
 
 
 def describe(error: BaseException) -> dict:

@@ -520,3 +520,12 @@ def test_random_faults_leave_nothing_behind():
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_a_function_of_a_cell_keeps_the_name_of_its_file(tmp_path):
+    """Messages name lines by it, and some versions of cloudpickle leave it out."""
+    path = tmp_path / "cell.py"
+    names = {"__name__": "__main__"}
+    text = "def outer():\n    def inner(): pass\n    return inner.__code__.co_filename\n"
+    exec(compile(text, path, "exec"), names)
+    assert launch(names["outer"], world_size=2) == [str(path)] * 2
