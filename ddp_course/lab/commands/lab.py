@@ -45,7 +45,8 @@ figures and the blocks of show.source are dark too. */
   content: "Its kernel has ended. Run the cells down to this one again to use it.";
 }"""
 SETTINGS = {
-    # JupyterLab sends sliders to a subshell, and to the old one after a restart, which loses them.
+    # JupyterLab sends what sliders say to a subshell of the kernel. After a restart that the page
+    # did not ask for it goes to the old one, and is lost.
     "@jupyterlab/apputils-extension:kernels-settings": {"commsOverSubshells": "disabled"},
     "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
     "@jupyterlab/notebook-extension:tracker": {"codeCellConfig": {"lineWrap": True}},
