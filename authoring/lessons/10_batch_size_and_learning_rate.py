@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ddp_course import Device, Link, launch, problems, stage1_single, stage5_bucketed
 from ddp_course import stage6_ddp
 from ddp_course.lab import claims, facts, show
-from ddp_exercises import task
+from ddp_exercises import fill_in, task
 
 K = 4  # how many ranks; 2 works as well
 
@@ -88,6 +88,25 @@ get as far, each step should be longer. Two rules are in use:
 - **linear**: multiply the rate by k. If the gradient hardly changes over k small steps, one step of k times the length
   leads to the same place.
 - **square root**: multiply by √k, because the noise of the gradient falls by √k (lesson 01).
+
+Write the second rule in the place of the three dots:
+"""
+
+
+# %% faded-scaled-rate
+def scaled_rate(rate, batch, larger_batch, rule):
+    """Return the learning rate for the larger batch, by the rule "linear" or "square root"."""
+    k = larger_batch / batch
+    if rule == "linear":
+        return rate * k
+    return ...
+
+
+fill_in(scaled_rate, {(0.01, 8, 128, "linear"): 0.16, (0.01, 8, 128, "square root"): 0.04})
+
+# %% [markdown]
+r"""
+<details><summary>The line</summary><code>return rate * k**0.5</code></details>
 
 Large rates are dangerous at the beginning, when the loss is steep. **Warm-up** starts small and grows over the first
 steps, here over the first tenth. Because K ranks with B/K samples do exactly the step of one device with B, all of
@@ -196,11 +215,30 @@ show.bars(critical, "critical batch size (samples)", title, form="{:.0f}", kind=
 
 # %% [markdown]
 r"""
-Well below it, doubling the batch nearly halves the number of steps. Well above it, a larger batch saves hardly any
-steps, and samples are wasted. In between one changes slowly into the other: by the theory training takes, at the critical
-size, twice the steps of the largest batch. Here are runs with the linear rule, drawn twice. Against **updates** the largest batch
-looks best. Against **samples**, which the devices have to compute, it does not: a batch below the critical size ends as
-low as a small one, a batch above it is behind.
+Well below the critical size, doubling the batch nearly halves the number of steps. Well above it, a larger batch saves hardly any
+steps, and samples are wasted. Between the two, the one case passes slowly into the other. The paper's theory puts this into a formula: a
+batch of B needs $1 + B_{\text{critical}}/B$ times the steps of the largest batch. Write it as code:
+"""
+
+
+# %% faded-steps-and-samples
+def steps_and_samples(fewest_steps, batch, critical):
+    """Return the steps and the samples that a batch needs; the largest batch needs `fewest_steps`."""
+    steps = ...
+    return steps, steps * batch
+
+
+fill_in(steps_and_samples, {(100, 50, 50): (200.0, 10_000.0), (100, 5, 50): (1100.0, 5500.0),
+                            (100, 500, 50): (110.0, 55_000.0)})
+
+# %% [markdown]
+r"""
+<details><summary>The line</summary><code>steps = fewest_steps * (1 + critical / batch)</code></details>
+
+From a batch of 5 to one of 50 the steps fall from 1,100 to 200, for less than twice the samples. From 50 to 500 they fall to 110, for
+five times the samples. Here are runs with the linear rule, drawn twice. Against **updates** the largest batch looks best. Against
+**samples**, which the devices have to compute, it does not: a batch below the critical size ends as low as a small one, and a batch
+above it is behind.
 """
 
 
@@ -266,8 +304,8 @@ needed
 r"""
 Then we look at what a step takes on 1 to 8 emulated devices, in virtual time, joined by emulated links, with the buckets of lesson 05.
 For 16 and 32 we take the time on 8, since a ring's time hardly grows (lesson 04). Updates times step time is the time
-to the loss. We evaluate after every 128 samples (on 32 devices after each update, 256), so the counts are rounded up to that. `inf` means: not within 8,192
-samples; so the figure has no point at 32.
+to the loss. We evaluate after every 128 samples (on 32 devices after each update, 256), so the counts are rounded up to that. `inf` means that a run
+did not get there within 8,192 samples.
 """
 
 
@@ -308,7 +346,7 @@ show.curves(
     {"median of three seeds": (shown, medians)},
     "devices",
     "time to a loss of 0.9 (s)",
-    f"More devices help up to {best}",
+    f"Beyond {best} devices more of them gain nothing",
     theory={"K times as fast": (shown, ideal)},
     log="xy",
     ticks=factors,

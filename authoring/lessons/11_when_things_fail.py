@@ -35,7 +35,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ddp_course import Device, checkpoint, launch, problems, ring_all_reduce
 from ddp_course import stage4_ring, stage5_bucketed, train
 from ddp_course.lab import claims, facts, show, timeline, traces
-from ddp_exercises import task
+from ddp_exercises import fill_in, task
 from manyranks import watch_finite
 from manyranks.errors import LaunchError, LaunchTimeout
 
@@ -313,11 +313,27 @@ print(poison.message)
 r"""
 ## A slow rank
 
-This raises no error, and it is the hardest to find: every rank's step takes as long as the slowest one's. Look at what
-each rank *computes*. Here all ranks have an emulated device, and rank 1's has half the rate. In a recording a rank that
-waits *inside* the all-reduce seems to communicate. Rank 1 comes last, so it does not wait at all. Whatever another rank
-spends in the all-reduce beyond rank 1's time is waiting; it is drawn as "wait". (The links cost nothing here, so that no
-transfer is left to see.)
+A slow rank raises no error, and it is the hardest fault to find: every rank's step takes as long as that of the slowest. A recording
+misleads, too, since a rank that waits *inside* the all-reduce seems to communicate. The rank that comes last does not wait at all, so
+its time in the all-reduce is the transfer alone. How long does each of the others wait?
+"""
+
+
+# %% faded-waiting
+def waiting(in_all_reduce):
+    """Return how long each rank waits, from the seconds that each has spent in the same all-reduce."""
+    transfer = min(in_all_reduce)
+    return ...
+
+
+fill_in(waiting, {((5, 2, 5, 4),): [3, 0, 3, 2], ((7, 7),): [0, 0], ((1, 9, 9),): [0, 8, 8]})
+
+# %% [markdown]
+r"""
+<details><summary>The line</summary><code>return [seconds - transfer for seconds in in_all_reduce]</code></details>
+
+In the next figure all ranks have an emulated device, and rank 1's has half the rate. What the others spend in the all-reduce beyond
+rank 1's time is drawn as "wait". (The links cost nothing here, so no transfer is left to see.)
 """
 
 
@@ -568,8 +584,27 @@ and the capstone open a new store each time.)
 
 ## How often to save
 
-Too often costs writing, too rarely costs repeated work. With a failure every M seconds on average and C seconds for a
-checkpoint, the best interval is √(2 C M) (Young, 1974). Llama 3 was trained on 16,384 GPUs and interrupted 419 times in 54
+If you save too often, writing costs much time. If you save too rarely, much work is repeated after a failure. Let a failure come every
+M seconds on average, and let a checkpoint take C seconds. Which share of the time is lost, if you save every T seconds? On average a
+failure comes in the middle between two checkpoints.
+"""
+
+
+# %% faded-lost
+def lost(interval, checkpoint_s, failure_s):
+    """Return the share of time that is lost, if a checkpoint is written after each `interval`; all in seconds."""
+    writing = checkpoint_s / interval
+    repeating = ...
+    return writing + repeating
+
+
+fill_in(lost, {(100, 5, 1000): 0.1, (50, 5, 1000): 0.125, (200, 5, 1000): 0.125})
+
+# %% [markdown]
+r"""
+<details><summary>The line</summary><code>repeating = interval / 2 / failure_s</code></details>
+
+The sum is smallest where its two terms are equal, at an interval of √(2 C M) (Young, 1974): 100 s in the first of these cases. Llama 3 was trained on 16,384 GPUs and interrupted 419 times in 54
 days (published: its Table 5). Let a checkpoint take a minute. Before you look: how often would you save? We simulate 20 runs of 54
 days for each interval, with failures at random moments; the line is what theory expects.
 """

@@ -21,7 +21,7 @@ import torch
 
 from ddp_course import Link, collectives, launch, ring_all_reduce
 from ddp_course.lab import claims, facts, show, theory, timing
-from ddp_exercises import task
+from ddp_exercises import fill_in, task
 from ddp_predictions import one_host
 from manyranks import links
 
@@ -133,8 +133,26 @@ The dashes are bytes over bandwidth and nothing else, and so is virtual time: th
 before each chunk the receiver says "ready" in a small message, and on a busy cable this message waits behind a chunk. With two levels a rank
 waits for two such messages from the other host; with a flat ring for 2(K-1).
 
-On 16 hosts with 8 devices each the difference is far larger. A flat ring over 128 devices pays 254 latencies, one after
-the other; in two levels there are 30 between the hosts.
+Two levels also have fewer latencies on the way. How many messages follow one another between the hosts?
+"""
+
+
+# %% faded-latencies
+def latencies(hosts, ranks_per_host):
+    """Return the messages one after the other: in a flat ring, and in two levels those between the hosts."""
+    flat = 2 * (hosts * ranks_per_host - 1)
+    between_hosts = ...
+    return flat, between_hosts
+
+
+fill_in(latencies, {(2, 2): (6, 2), (4, 8): (62, 6), (16, 8): (254, 30)})
+
+# %% [markdown]
+r"""
+<details><summary>The line</summary><code>between_hosts = 2 * (hosts - 1)</code></details>
+
+The last case has 16 hosts with 8 devices each. A flat ring over these 128 devices pays 254 latencies, one after the other, and two levels
+pay 30 between the hosts. (Their 14 inside a host are those of NVLink, and short.)
 
 ## The same training on several machines
 
@@ -255,11 +273,28 @@ GPUs the prediction searches how many rings fit onto the wires: 5 GPUs are slow 
 ## Between hosts: several network cards
 
 A flat ring is *one* stream between two hosts, and one stream leaves a host through one card. Hosts for training have
-several, eight as a rule, one beside each GPU. Two levels use them all: the eight parts of the host's sum travel at the
-same time, each through its own card. NCCL does the same with eight rings, each of which crosses elsewhere.
+several cards, as a rule eight, one beside each GPU. Two levels use them all: the eight parts of the host's sum travel at the
+same time, each through its own card. How long is the sum of p bytes on its way between the hosts, apart from latency?
+"""
 
-Four hosts of 8 B200 GPUs, 400 Gbit/s per card; beside them one such host, whose messages need no card. The unit is **bus
-bandwidth**, $2\frac{K-1}{K}p$ over the time: on a ring it is what each link carries.
+
+# %% faded-seconds-between
+def seconds_between(nbytes, hosts, cards, bytes_per_s):
+    """Return how long the ring between the hosts takes, if each card carries a part of the sum."""
+    part = ...
+    return 2 * (hosts - 1) / hosts * part / bytes_per_s
+
+
+fill_in(seconds_between, {(800, 2, 1, 100): 8.0, (800, 2, 8, 100): 1.0, (800, 4, 8, 100): 1.5})
+
+# %% [markdown]
+r"""
+<details><summary>The line</summary><code>part = nbytes / cards</code></details>
+
+NCCL gets the same from eight rings, each of which leaves the host by another card.
+
+The next figure has four hosts of 8 B200 GPUs, with 400 Gbit/s per card. Beside them stands one such host, whose messages need no card. The
+unit is **bus bandwidth**, $2\frac{K-1}{K}p$ over the time. On a ring this is what each link carries.
 """
 
 
