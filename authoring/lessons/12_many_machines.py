@@ -3,8 +3,8 @@ r"""
 # 12 · Many machines
 
 Inside a machine, devices talk over fast links. Between machines a device has a tenth of that bandwidth or less, and
-on many machines all devices share one network card. This lesson crosses that border: with two emulated hosts, with
-`torchrun`, and with timings that others have published, of wires inside a host and of several network cards between hosts.
+on many machines all devices share one network card. This lesson crosses that border. It uses two emulated hosts,
+`torchrun`, and timings that others have published: of the wires inside a host, and of several network cards between hosts.
 
 **After this lesson you can**
 
@@ -13,7 +13,7 @@ on many machines all devices share one network card. This lesson crosses that bo
 - tell from how a host is wired what its all-reduce takes,
 - say what a second network card (NIC) is good for, and when it is not.
 
-*40 minutes, a minute of computing.*
+*45 minutes, a minute of computing.*
 """
 
 # %% imports
@@ -128,10 +128,10 @@ claims.decide(
 
 # %% [markdown]
 r"""
-The dashes are bytes over bandwidth and nothing else, and so is virtual time: the bars meet them. Where packets really travel
+The dashes are bytes over bandwidth and nothing else. Virtual time has nothing else either, so the bars meet them. Where packets really travel
 (`Link("200Mbit", mode="hosts", hosts=2)`), gloo's flat ring of four ranks took up to 1.5 times as long as its dash (measured once):
 before each chunk the receiver says "ready" in a small message, and on a busy cable this message waits behind a chunk. With two levels a rank
-waits for two such messages from the other host; with a flat ring for 2(K-1).
+waits for two such messages from the other host, and with a flat ring for 2(K-1) of them.
 
 Two levels also have fewer latencies on the way. How many messages follow one another between the hosts?
 """
@@ -175,7 +175,7 @@ print("torchrun: done")
 
 # %% [markdown]
 r"""
-On two real machines, on both of them, with the first one's name and a free port:
+With two real machines, run this on both of them, with the first one's name and a free port:
 
 ```bash
 torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=FIRST:29400 -m ddp_course.train --stage 6
@@ -228,7 +228,7 @@ such a rehearsal cannot show.
 
 ## Inside one host: switches and wires
 
-How long does NCCL take for the same message on 2, 3 and 4 GPUs of one host? The ring's formula says: a little longer with
+How long does NCCL take for the same message on 2, 3 and 4 GPUs of one host? By the ring's formula it takes a little longer with
 each GPU. On A100s, which are joined by switches, this is so. On V100s it is the other way round:
 """
 
@@ -267,8 +267,8 @@ print("rings that fit on the wires of V100s, by number of GPUs:", rings)
 # %% [markdown]
 r"""
 A V100 has six **NVLink** wires, and each leads to one certain partner. A ring can only follow wires. Several rings can share
-a message, and how many there are room for depends on which GPUs take part: two GPUs have one ring, four have four. For 5 to 8
-GPUs the prediction searches how many rings fit onto the wires: 5 GPUs are slow again, since only two rings fit.
+a message, and how many of them find room depends on which GPUs take part: two GPUs have one ring, and four have four. For 5 to 8
+GPUs the prediction searches how many rings fit onto the wires. With 5 GPUs it is slow again, since only two rings fit.
 
 ## Between hosts: several network cards
 
@@ -328,9 +328,10 @@ print(f"large messages use {most / card:.1f} of 8 cards")
 
 # %% [markdown]
 r"""
-Two things to see. A large message fills nearly all eight cards: a flat ring through one of them would take eight times
-as long. And 1 MiB on 4 hosts does not even fill one: it takes 0.38 ms, and nearly all of this is latency. (The lowest
-point, 32 KiB on 4 hosts, would be 6 ms: an odd row of the table, of which lesson 13 says more.) More cards help large messages only; for small messages use an algorithm with fewer steps, or put several into one bucket.
+A large message fills nearly all eight cards, while a flat ring through one of them would take eight times as long. A message of 1 MiB
+on 4 hosts does not even fill one card: it takes 0.38 ms, and nearly all of this is latency. (The lowest
+point, 32 KiB on 4 hosts, would be 6 ms: an odd row of the table, of which lesson 13 says more.) So more cards help large messages only. For small ones,
+use an algorithm with fewer steps, or put several of them into one bucket.
 
 ## On your GPUs: which way does NCCL go?
 
@@ -352,13 +353,13 @@ and β of your machine.
 
 ## What torch does
 
-The same all-reduce call uses NCCL's own topology search: rings or trees over NVLink inside a machine, InfiniBand or
-Ethernet between, one ring per card. `torch.distributed.device_mesh` names the levels, such as
-`("replicate", "shard")`: shard inside a host, replicate between hosts.
+The same call of all-reduce uses NCCL's own search through the topology. It lays rings or trees over NVLink inside a machine and over
+InfiniBand or Ethernet between machines, with one ring per card. `torch.distributed.device_mesh` names the levels: with
+`("replicate", "shard")` you shard inside a host and replicate between hosts.
 
 ## Check yourself
 
-**1.** 2 hosts of 8 GPUs. Which bytes cross between them, in two levels, for a gradient of 1 GB?
+**1.** How many bytes cross between 2 hosts of 8 GPUs, in two levels, for a gradient of 1 GB?
 <details><summary>Answer</summary>
 2(H-1)/H · 1 GB = 1 GB in each direction, an eighth of it from each GPU.
 </details>

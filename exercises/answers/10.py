@@ -492,7 +492,7 @@ def explain_figure():
 
 # %% 10.7 told: lazy, the lesson's own sentence | this stands in a lesson
 #- return text, "ABC"
-#+ return "For 16 and 32 we take the time on 8, since a ring's time hardly grows (lesson 04)." + " " + text, "ABC"
+#+ return "For 16 and 32 devices we take the time on 8, since a ring's time hardly grows (lesson 04)." + " " + text, "ABC"
 # %% 10.7 told: lazy, all is ticked | 3 points in
 def explain_figure():
     return 'One device needs 96 updates, and two need 48, each of which takes as long as before, so the time falls from 16 to 8 s.', "ABC"

@@ -293,7 +293,7 @@ def explain_figure():
 
 # %% 12.4 told: lazy, the lesson's own sentence | this stands in a lesson
 #- return text, "ABC"
-#+ return 'A large message fills nearly all eight cards: a flat ring through one of them would take eight times as long.' + " " + text, "ABC"
+#+ return 'A large message fills nearly all eight cards, while a flat ring through one of them would take eight times as long.' + " " + text, "ABC"
 # %% 12.4 told: lazy, all is ticked | 3 points in
 def explain_figure():
     return 'Eight rings cross at the same time, each by its own card of 50 GB/s, so large messages reach 382 of 400 GB/s.', "ABC"
