@@ -348,7 +348,7 @@ show.curves(
     {"median of three seeds": (shown, medians)},
     "devices",
     "time to a loss of 0.9 (s)",
-    f"Beyond {best} devices more of them gain nothing",
+    f"More than {best} devices gain nothing",
     theory={"K times as fast": (shown, ideal)},
     log="xy",
     ticks=factors,
