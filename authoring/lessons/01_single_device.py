@@ -2,8 +2,8 @@
 r"""
 # 1 · One device
 
-Everything later only adds to the middle of this loop. So look at it closely first: what a training step is made
-of, where its time goes, and what the batch size does.
+All later lessons only add something to the middle of one loop. So look at this loop closely first: what a training step is
+made of, where its time goes, and what the batch size does to it.
 
 **After this lesson you can**
 
@@ -31,9 +31,9 @@ r"""
 
 A **step** has three parts: *forward* (inputs to loss), *backward* (loss to gradients), and *update* (gradients to new weights).
 The whole of stage 1 is a loop of such steps over `batches`, which is anything that yields pairs of inputs and targets. (In the
-picture the loss has a number of its own. In the timelines it counts to neither bar: it is the white gap between forward and
-backward.) You may know how to write a step. The first task of [exercise 1](../exercises/01_single_device.ipynb) is below the
-picture, too. Write it there and run the cell; if you have not written it, the lesson runs all the same.
+picture the loss has a number of its own. In the timelines it belongs to neither bar: it is the white gap between forward and
+backward.) You may already know how to write a step, so the first task of [exercise 1](../exercises/01_single_device.ipynb) stands below
+the picture, too. Write it there and run the cell. If you leave it open, the lesson runs all the same.
 
 **Possible because** the chain rule goes from layer to layer: one walk back from the loss finds all gradients.
 
@@ -59,7 +59,7 @@ Every stage of the course trains on the same two data sets, which need no downlo
 
 - `digits`: 1,797 handwritten digits of 8 by 8 pixels. A small convolutional network names them.
 - `bytes`: the source code of Python's own standard library, as bytes. A small GPT guesses each byte from those
-  before it. Its loss is often given in **bits per byte**: 8 means guessing, 0 means knowing it by heart.
+  before it. Its loss is often given in **bits per byte**: at 8 the model guesses, and at 0 it knows the text by heart.
 """
 
 # %% digits
@@ -92,8 +92,8 @@ guess
 r"""
 ## Run
 
-`timeline.recording()` notes when each part began and ended. We train both for a few steps, and keep the step of each
-that was disturbed least by whatever else this machine does.
+`timeline.recording()` notes when each part began and ended. We train both models for a few steps. Of each we keep the
+step that was disturbed least by whatever else this machine does.
 """
 
 
@@ -128,10 +128,10 @@ guess.reveal(f"{ratio:.1f} times", answers[show.widgets.nearest(ratio, answers)]
 
 # %% [markdown]
 r"""
-Two results instead of one: about twice the operations. The time is near that, not exactly that. The GPT's backward pass
-also reads what forward stored, so it takes about twice as long as forward. On the digits' small convolutions backward
-may be as fast as forward. Remember the picture: gradients appear *during* the long backward pass, the last layer's
-first. Lesson 05 makes use of exactly that.
+Backward computes two results where forward computes one, so it has about twice the operations. The GPT's backward pass also takes
+about twice as long as forward. But time does not follow operations alone: on the digits' small convolutions backward may be as
+fast as forward. Remember the picture: gradients appear *during* the long backward pass, the last layer's first. Lesson 05 makes
+use of exactly that.
 
 ## The loss falls
 
@@ -168,8 +168,8 @@ print("digits it has never seen are mostly right, and bytes take less than 5 of 
 
 # %% [markdown]
 r"""
-What does the byte model write after so little training? No sense yet. It has found out which bytes are common and which
-often follow which; words take longer.
+What does the byte model write after so little training? It makes no sense yet. The model has found out which bytes are common
+and which often follow each other. Words take longer.
 """
 
 # %% sample
@@ -179,9 +179,9 @@ print(text.sample(models["bytes"], prompt="def ", length=120))
 r"""
 ## What the batch size does to time
 
-A step on a batch of B samples does B times the work of one sample, plus a fixed part: starting each operation,
-and the update. Small batches pay the fixed part again and again. (Very large ones may pay for something else: what no
-longer fits into the processor's caches has to come from memory.)
+A step on a batch of B samples does B times the work of one sample. A fixed part is added to it, for the update and for starting
+each operation, and small batches pay this part again and again. (Very large batches may pay for something else: what no longer
+fits into the processor's caches has to come from memory.)
 """
 
 
@@ -209,10 +209,10 @@ r"""
 ## What bounds a layer?
 
 A device has two limits: how many operations it computes per second (**flops**), and how many bytes its memory carries
-per second. An operation that does many flops per byte is bound by the first, one that does few by the second; their ratio
-is its **arithmetic intensity**. Drawn against it, the highest possible speed is a slanted line, then a flat one: the
-**roofline**. Here are the operations of one step of the byte GPT, flops and bytes counted (in float32); the line is
-derived from the A100's two numbers (with bfloat16 products). The points lie *on* the line because an emulated device gives
+per second. The flops that an operation does per byte are its **arithmetic intensity**. If it is high, the first limit
+bounds the operation, and if it is low, the second does. Drawn against it, the highest possible speed is a slanted line that turns into
+a flat one: the **roofline**. The next figure has the operations of one step of the byte GPT, with flops and bytes counted in float32. The
+line is derived from two numbers of the A100, whose products are in bfloat16. The points lie *on* the line because an emulated device gives
 every operation exactly the roofline's time. A real one stays below.
 """
 
@@ -257,7 +257,8 @@ print(f"the roofline's time: {1e6 * emulation.busy_s:.0f} µs; {starting}")
 # %% [markdown]
 r"""
 Large matrices have a high intensity. Additions, norms and the optimizer's update, which the figure leaves out, have
-hardly any. That is why libraries fuse small operations, and why lower precision helps twice.
+hardly any. That is why libraries fuse small operations. It is also why lower precision helps twice: products become faster, and
+bytes become fewer.
 
 The last line shows a third regime, which no roofline knows: **overhead**. Starting an operation on a GPU takes about 5 µs of
 Python, PyTorch and driver, however little it computes. A model as small as this one would leave a real A100 idle most of the
@@ -308,7 +309,7 @@ print("16 times the batch, about a quarter of the noise")
 
 # %% [markdown]
 r"""
-(The line is 1/√B through the first point. The last one lies below it, since 256 samples are already a good part of all there are.)
+(The line is 1/√B through the first point. The last point lies below it, since 256 samples are a good part of the whole training set.)
 
 This is what data parallel training offers: K devices make the batch K times larger in about the same
 time, and the gradient $\sqrt K$ times less noisy. Whether the *learning* gets K times faster is another question:
@@ -334,15 +335,15 @@ except Exception as wrong:  # in an exercise the cell ends with it, in one line
 
 # %% [markdown]
 r"""
-How to read it, from left to right: *where* the answer first differs from a right one (on a model in float64, for which it
+Read the message from left to right. It says *where* the answer first differs from a right one (on a model in float64, for which it
 returned this number), *what* the fault probably is, and how to get the same numbers again: with `seed=7` in the call. Without
-a seed each check draws new numbers. If a fault is none of the known ones, the check names the first number that differs.
+a seed, each check draws new numbers. If a fault is none of the known ones, the check names the first number that differs.
 
 ## On your GPUs
 
 Above, steps were measured on this machine's processor, and the roof was that of an emulated device. Here is a step on
 this machine's own GPU, or, if it has none, how long one took on another machine's. The model is so large that a step takes 50 ms
-or more: of a small one Python and the starting of kernels would take most of the time.
+or more. In a step of a small model, Python and the starting of kernels would take most of the time.
 """
 
 # %% on-your-gpus
@@ -354,8 +355,8 @@ show.compare_figure(yours)
 r"""
 ## What torch does
 
-Exactly this. `loss.backward()` walks the graph that forward recorded, from the loss to the inputs, and adds each
-result to `parameter.grad`. *Adds*: that is why the loop begins with `zero_grad()`. For finer timelines than ours
+Torch does exactly this. `loss.backward()` walks the graph that forward recorded, from the loss to the inputs, and adds each
+result to `parameter.grad`. Because it *adds*, the loop begins with `zero_grad()`. For finer timelines than ours
 there is `torch.profiler`, which sees single kernels.
 
 ## Check yourself
@@ -368,7 +369,7 @@ bytes they are depends on the model only.
 
 **2.** A step on 64 samples takes 8 ms, on 128 samples 14 ms. What would a step on 512 samples take, roughly?
 <details><summary>Answer</summary>
-Fixed part plus work: (14 - 8)/64 = 0.094 ms per sample, fixed part 2 ms. 2 + 512 · 0.094 = 50 ms.
+A sample takes (14 - 8)/64 = 0.094 ms, so the fixed part is 8 - 64 · 0.094 = 2 ms. A step on 512 samples takes 2 + 512 · 0.094 = 50 ms.
 </details>
 
 **3.** You forget `zero_grad()`. What happens to the gradient in step 3?
@@ -380,8 +381,8 @@ large batch on a small device. Exercise 1 makes use of it.
 ## In three lines
 
 1. A step is forward, backward (about twice the operations) and update; gradients appear during backward.
-2. Time grows with the batch, the update does not; an operation is bound by computing, by memory, or by the time to start it.
-3. The gradient's noise falls as 1/√B, measured: that is what more devices buy.
+2. The time of a step grows with the batch, but that of the update does not. An operation is bound by computing, by memory, or by the time to start it.
+3. The noise of the gradient falls as 1/√B, and this is what more devices buy.
 
 **Exercise:** [1](../exercises/01_single_device.ipynb), `exercises/01_single_device.ipynb`. **Next:**
 [2, data parallel](02_data_parallel.ipynb): split the batch.

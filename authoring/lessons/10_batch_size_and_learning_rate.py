@@ -2,9 +2,9 @@
 r"""
 # 10 · Batch size and learning rate
 
-K devices can mean two things. The same batch, cut into K shares: then nothing changes but the speed. Or a batch K
-times as large: then there are K times fewer updates in an epoch, and the question is what to do with the learning
-rate. Much of what is written about it mixes the two up. This lesson takes them apart, by experiment.
+With K devices you can do two different things. You can cut the same batch into K shares, and then nothing changes but the
+speed. Or you can make the batch K times as large. Then an epoch has K times fewer updates, and you must decide what to do
+with the learning rate. Much of what is written about it mixes the two up. This lesson takes them apart by experiment.
 
 **After this lesson you can**
 
@@ -13,7 +13,7 @@ rate. Much of what is written about it mixes the two up. This lesson takes them 
 - measure the critical batch size, and say what it bounds,
 - avoid quiet mistakes in the sampler, in the loss and in gradient clipping.
 
-*35 minutes, under a minute of computing.*
+*40 minutes, under a minute of computing.*
 """
 
 # %% imports
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ddp_course import Device, Link, launch, problems, stage1_single, stage5_bucketed
 from ddp_course import stage6_ddp
 from ddp_course.lab import claims, facts, show
-from ddp_exercises import task
+from ddp_exercises import fill_in, task
 
 K = 4  # how many ranks; 2 works as well
 
@@ -36,8 +36,8 @@ show.questions(10)
 r"""
 ## Predict: the same batch on more devices
 
-First question: one device with a batch of 48, or K ranks with 48/K each, at the same learning rate. Do the loss curves
-differ?
+We train the same model twice, at the same learning rate: on one device with a batch of 48, and on K ranks with 48/K
+samples each. Do the loss curves differ?
 """
 
 # %% predict
@@ -82,16 +82,36 @@ guess.reveal("1: the mean of the ranks' means is the mean of the batch", "1")
 r"""
 ## A batch k times as large
 
-Now each device keeps its batch, so the global batch grows. The same number of samples makes k times fewer steps. To
-get as far, each step should be longer. Two rules are in use:
+Now each device keeps its batch, so the global batch becomes k times as large. The same number of samples then makes k times
+fewer steps. To get as far, each step should be longer. Two rules for this are in use:
 
 - **linear**: multiply the rate by k. If the gradient hardly changes over k small steps, one step of k times the length
   leads to the same place.
 - **square root**: multiply by √k, because the noise of the gradient falls by √k (lesson 01).
 
-Large rates are dangerous at the beginning, when the loss is steep. **Warm-up** starts small and grows over the first
-steps, here over the first tenth. Because K ranks with B/K samples do exactly the step of one device with B, all of
-this can be studied on one device; we use four ranks to do many such runs at once: four rules, three seeds each.
+Write the second rule in the place of the three dots:
+"""
+
+
+# %% faded-scaled-rate
+def scaled_rate(rate, batch, larger_batch, rule):
+    """Return the learning rate for the larger batch, by the rule "linear" or "square root"."""
+    k = larger_batch / batch
+    if rule == "linear":
+        return rate * k
+    return ...
+
+
+fill_in(scaled_rate, {(0.01, 8, 128, "linear"): 0.16, (0.01, 8, 128, "square root"): 0.04})
+
+# %% [markdown]
+r"""
+<details><summary>The line</summary><code>return rate * k**0.5</code></details>
+
+Large rates are dangerous at the beginning, when the loss is steep. With **warm-up** the rate starts small
+and grows over the first steps, here over the first tenth of them. Since K ranks with B/K samples do exactly the step of one device
+with B, all of this can be studied on one device. We use four ranks only to make many such runs at the same time, for four rules with
+three seeds each.
 """
 
 
@@ -144,7 +164,7 @@ def drawn(losses, batch, title):
 
 
 digits = sweep(problems.make("digits"), samples=2880, batch=8, lr=0.01)
-drawn(digits, 8, "digits: with the linear rule a batch 4 times as large ends as low")
+drawn(digits, 8, "digits: with the linear rule, a batch 4 times as large reaches the same loss")
 
 # %% check-digits
 # NBVAL_CHECK_OUTPUT
@@ -156,16 +176,16 @@ print("batch times 4: linear is best and the same rate worst; batch times 32: li
 
 # %% [markdown]
 r"""
-The bands are the best and the worst of three seeds. Two things to see. Up to a point, linear scaling gives the small
-batch's result with fewer steps, in proportion, and leaving the rate alone does not. Beyond that point no rule reaches
-the small batch's loss: either the learning rate is too large or there are too few steps. Warm-up makes no clear
-difference here: at 16 times the batch 22 steps are left, so a tenth of them is only 2. At full size, below, it pays.
+The bands reach from the best to the worst of three seeds. Up to a point, linear scaling gives the small batch's result with
+k times fewer steps, and an unchanged rate does not. Beyond that point no rule reaches the small batch's loss: either the
+learning rate is too large, or there are too few steps. Warm-up makes no clear difference here, since at 16 times the batch
+only 22 steps are left, and a tenth of them is 2. At full size, near the end of this lesson, it pays.
 
-**Where is the point?** Lesson 01 measured how noisy a gradient is. Averaging more samples pays as long as the noise is
+**Where is that point?** Lesson 01 measured how noisy a gradient is. Averaging more samples pays as long as the noise is
 larger than the gradient itself. The batch at which both are equally long is the **critical batch size** (McCandlish et al.,
-"An Empirical Model of Large-Batch Training", 2018): the squared noise of a single sample over the squared length of the
-gradient. Take it as an order of magnitude; nothing breaks at just this size. In long trainings it grows, as the gradient
-gets smaller; in these few steps it stays within a factor of two.
+"An Empirical Model of Large-Batch Training", 2018). It is the squared noise of a single sample, divided by the squared
+length of the gradient. Take it as an order of magnitude, since nothing breaks at just this size. In a long training it grows,
+because the gradient gets smaller. In these few steps it stays within a factor of two.
 """
 
 
@@ -196,11 +216,30 @@ show.bars(critical, "critical batch size (samples)", title, form="{:.0f}", kind=
 
 # %% [markdown]
 r"""
-Well below it, doubling the batch nearly halves the number of steps. Well above it, a larger batch saves hardly any
-steps, and samples are wasted. In between one changes slowly into the other: by the theory training takes, at the critical
-size, twice the steps of the largest batch. Here are runs with the linear rule, drawn twice. Against **updates** the largest batch
-looks best. Against **samples**, which the devices have to compute, it does not: a batch below the critical size ends as
-low as a small one, a batch above it is behind.
+Well below the critical size, doubling the batch nearly halves the number of steps. Well above it, a larger batch saves hardly any
+steps, and samples are wasted. Between the two, the one case passes slowly into the other. The paper's theory puts this into a formula: a
+batch of B needs $1 + B_{\text{critical}}/B$ times the steps of the largest batch. Write it as code:
+"""
+
+
+# %% faded-steps-and-samples
+def steps_and_samples(fewest_steps, batch, critical):
+    """Return the steps and the samples that a batch needs; the largest batch needs `fewest_steps`."""
+    steps = ...
+    return steps, steps * batch
+
+
+fill_in(steps_and_samples, {(100, 50, 50): (200.0, 10_000.0), (100, 5, 50): (1100.0, 5500.0),
+                            (100, 500, 50): (110.0, 55_000.0)})
+
+# %% [markdown]
+r"""
+<details><summary>The line</summary><code>steps = fewest_steps * (1 + critical / batch)</code></details>
+
+From a batch of 5 to one of 50 the steps fall from 1,100 to 200, for less than twice the samples. From 50 to 500 they fall to 110, for
+five times the samples. Here are runs with the linear rule, drawn twice. Against **updates** the largest batch looks best. Against
+**samples**, which the devices have to compute, it does not: a batch below the critical size ends as low as a small one, and a batch
+above it is behind.
 """
 
 
@@ -221,20 +260,20 @@ def curve(k, samples=5760, every=640):
 lines = {k: curve(k) for k in (1, 4, 16)}
 samples = 640 * torch.arange(1, 10)
 against_updates = {f"batch {8 * k}": (samples // (8 * k), row) for k, row in lines.items()}
-title = "Of these batches the largest first gets low in updates"
+title = "Counted in updates, the largest batch is the first to reach a low loss"
 show.curves(against_updates, "updates", "held-out loss (nats)", title, log="x", points=False)
 
 # %% against-samples folded=true
 against_samples = {f"batch {8 * k}": (samples, row) for k, row in lines.items()}
-title = "Against samples the largest batch is behind, beyond the critical size"
+title = "Counted in samples, a batch beyond the critical size falls behind"
 show.curves(against_samples, "samples", "held-out loss (nats)", title, points=False)
 
 # %% [markdown]
 r"""
 ## How long until a loss is reached?
 
-So do more devices pay? Each device computes 8 samples per step, and the rate grows with the number of devices. First we
-count, on one device and from three seeds: after how many updates is the held-out loss below 0.9?
+So do more devices pay? Let each device compute 8 samples per step, and let the rate grow with the number of devices. First we
+count, on one device and for three seeds, how many updates it takes until the held-out loss is below 0.9.
 """
 
 
@@ -264,10 +303,11 @@ needed
 
 # %% [markdown]
 r"""
-Then we look at what a step takes on 1 to 8 emulated devices, in virtual time, joined by emulated links, with the buckets of lesson 05.
-For 16 and 32 we take the time on 8, since a ring's time hardly grows (lesson 04). Updates times step time is the time
-to the loss. We evaluate after every 128 samples (on 32 devices after each update, 256), so the counts are rounded up to that. `inf` means: not within 8,192
-samples; so the figure has no point at 32.
+Then we measure, in virtual time, how long a step takes on 1 to 8 emulated devices, which are joined by emulated links and use the
+buckets of lesson 05. For 16 and 32 devices we take the time on 8, since a ring's time hardly grows (lesson 04). The number of updates times
+the time of a step is the time to the loss. We evaluate after every 128 samples (on 32 devices after each update, 256), so the counts are rounded up to that. `inf` means that a run
+did not get there within 8,192 samples, and where two of three seeds did not, the figure has no point. (At 32 devices the rate is so large
+that the last digits of a sum decide, so this row may differ from one machine to another.)
 """
 
 
@@ -308,7 +348,7 @@ show.curves(
     {"median of three seeds": (shown, medians)},
     "devices",
     "time to a loss of 0.9 (s)",
-    f"More devices help up to {best}",
+    f"More than {best} devices gain nothing",
     theory={"K times as fast": (shown, ideal)},
     log="xy",
     ticks=factors,
@@ -322,17 +362,17 @@ print("4 devices reach the loss sooner than one, and 32 are not the fastest")
 
 # %% [markdown]
 r"""
-Twice the devices halve the number of updates only below the critical batch size. Beyond it a step is as long as before, and
-as many are needed: the additional devices gain nothing.
+Twice the devices halve the number of updates only below the critical batch size. Beyond it a step takes as long as before, and
+as many steps are needed, so the additional devices gain nothing.
 
 ## On text
 
-And on text? The same sweep on the byte model. A loss of 6 stands for "ran away".
+Does the same hold for text? We repeat the sweep with the byte model. A loss of 6 stands for a run whose loss ran away.
 """
 
 # %% bytes
 text = sweep(problems.make("bytes", parameters=20_000, context=32), samples=1536, batch=4, lr=0.05)
-drawn(text, 4, "bytes: the linear rule holds longest, then it runs away")
+drawn(text, 4, "bytes: the linear rule holds longest, and then its loss runs away")
 
 # %% check-bytes
 # NBVAL_CHECK_OUTPUT
@@ -345,16 +385,16 @@ print("4 times the batch: linear beats the same rate; 32 times: no rule makes up
 
 # %% [markdown]
 r"""
-Here warm-up even ends higher at 16 times the batch. Warm-up changes only the first of 24 steps here. That this matters
-at all shows how large the rate is.
+At 16 times the batch, runs with warm-up even end higher, although it changes only the first of their 24 steps. That a single step
+matters at all shows how large the rate is.
 
-So "scale the learning rate linearly" is true *below the critical batch size*, if the base rate is small enough to be
-multiplied, and if the run is long enough that its first steps do not decide. This is the point up to which the rule works.
+So the advice "scale the learning rate linearly" is right *below the critical batch size*. The base rate must also be small enough
+to be multiplied, and the run must be so long that its first steps do not decide.
 
 ## At full size
 
-Goyal et al. (2017) trained ResNet-50 on ImageNet with linear scaling and warm-up, in the same number of epochs each.
-Up to a batch of 8,192 the error stays the same. Beyond, it grows.
+Goyal et al. (2017) trained ResNet-50 on ImageNet with linear scaling and warm-up, for as many epochs with each batch
+size. Up to a batch of 8,192 the error stays the same, and beyond that it grows.
 """
 
 # %% imagenet folded=true
@@ -374,13 +414,20 @@ show.curves(
 
 # %% [markdown]
 r"""
-At a batch of 8,192 the paper also tried the alternatives. Error with linear scaling and gradual warm-up: 23.74 %;
-without warm-up 24.84 %; with a square-root rate 26.22 %; without scaling at all 41.67 %.
+At a batch of 8,192 the paper also tried the alternatives:
+
+| learning rate | error |
+|---|---|
+| linear scaling and gradual warm-up | 23.74 % |
+| linear scaling without warm-up | 24.84 % |
+| square root | 26.22 % |
+| not scaled at all | 41.67 % |
 
 ## Two quiet mistakes
 
-Neither raises an error. Both cost accuracy. `DistributedSampler` should shuffle anew in each epoch, and gradients should
-be clipped by the norm of the average, not one by one in a hook, before they are averaged.
+Two mistakes raise no error and cost accuracy. One is made with `DistributedSampler`, which should shuffle anew in each epoch. The
+other is made with gradients: they should be clipped by the norm of their average, and not one by one in a hook before they are
+averaged.
 
 Write the sampler first (task 10.1 of [exercise 10](../exercises/10_batch_size_and_learning_rate.ipynb)). Each epoch has an order of
 its own, the same on all ranks: `torch.randperm(dataset_size, generator=…)`, drawn by a generator of its own, seeded with
@@ -400,7 +447,7 @@ show.source(task("10.1", epoch_indices), click="Write it first, then open: one s
 
 # %% [markdown]
 r"""
-And torch's sampler, which does this:
+Does torch's sampler do this by itself?
 """
 
 
@@ -468,12 +515,12 @@ call `clip_grad_norm_` after `backward()`, when gradients are already averaged: 
 
 **1.** You go from 1 to 8 GPUs and keep the batch *per GPU*. Which rate do you try first?
 <details><summary>Answer</summary>
-8 times the old one, with warm-up over the first few hundred steps; √8 times if the optimizer is Adam. Then measure.
+Try 8 times the old one, with warm-up over the first few hundred steps, or √8 times if the optimizer is Adam. Then measure.
 </details>
 
 **2.** You go from 1 to 8 GPUs and keep the *global* batch. Which rate?
 <details><summary>Answer</summary>
-The same. It is the same training.
+You need the same rate, since it is the same training.
 </details>
 
 **3.** Validation accuracy on 8 ranks is 0.02 % off that on one. The model is the same. Why?
@@ -484,8 +531,8 @@ samples, or evaluate without padding.
 
 ## In three lines
 
-1. Same global batch on more devices: same rate, same curve, to the last digits.
-2. A larger batch: the linear rule works below the critical batch size, and breaks beyond.
+1. The same global batch on more devices needs the same rate and gives the same curve, to the last digits.
+2. With a larger batch, the linear rule works below the critical batch size and breaks beyond it.
 3. Samplers, means of losses and clipping each invite a mistake that raises no error.
 
 **Exercise:** [10](../exercises/10_batch_size_and_learning_rate.ipynb), `exercises/10_batch_size_and_learning_rate.ipynb`.

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Exercise 10: training well
 #
-# The data, the learning rate, and what to do when shards are not equal.
+# This exercise is about the data, the learning rate, and shards that are not equal.
 #
 # Stuck? `hint("10.1")` gives the first of three hints for a task, and
 # `hint("10.1", 2)` the next.
@@ -183,3 +183,38 @@ def losses_for_backward(sums, counts, all_reduce, world_size):
 
 # %% check-10-6 points=3
 check("10.6", losses_for_backward)
+
+
+# %% [markdown]
+# ## 10.7 Explain: how many devices a training can use
+#
+# *10 minutes · medium*
+#
+# Look at the last figure of the section "How long until a loss is reached?" in lesson 10: the time to a loss of 0.9, over the
+# number of devices.
+# Explain it in two to five sentences of your own, so that somebody who has not read the lesson understands it. Name numbers of the figure.
+# Then read your text once more, and tick what it really says:
+#
+# | | the text says |
+# |---|---|
+# | A | why two devices need nearly half the time of one, with numbers of the figure or of the table above it |
+# | B | why the points leave the line from 4 devices on, and lie level at 8 and 16 |
+# | C | why 32 devices gain nothing over 8 (their point lies higher, or is missing), although each computes as many samples in a step |
+#
+# The check looks at the form only. Your teacher reads the text, beside what to look for.
+# %% answer-10-7
+def explain_figure():
+    """Return (your explanation, the letters that you tick, such as "AB")."""
+    ### BEGIN SOLUTION
+    text = (
+        "With 8 samples in a step the gradient is mostly noise. Two devices average more of it away, need 48 updates "
+        "where one needs 96, and are done in 8 s, not 16. Beyond the critical size, some 50 samples, hardly any noise "
+        "is left to remove: 8 and 16 devices both need 18 updates. At 32 the linear rule has raised the rate to 0.32, "
+        "which is too much for this model: its loss jumps about, and it gets to 0.9 late or not at all."
+    )
+    return text, "ABC"
+    ### END SOLUTION
+
+
+# %% check-10-7 points=2
+check("10.7", explain_figure)

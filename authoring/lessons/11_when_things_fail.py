@@ -2,8 +2,9 @@
 r"""
 # 11 · When things fail
 
-Four processes fail four times as often as one, and in new ways: one dies and the others wait for it; two disagree
-about what to do next; one is merely slow. This lesson breaks things on purpose, so that you know what each failure looks like.
+Four processes fail four times as often as one, and they fail in new ways. One of them may die while the others wait for it. Two
+of them may disagree about what to do next. Or one of them may be merely slow. This lesson breaks things on purpose, so that you
+know what each failure looks like.
 
 **After this lesson you can**
 
@@ -13,7 +14,7 @@ about what to do next; one is merely slow. This lesson breaks things on purpose,
 - find a slow rank, and a slow loader, in a timeline and in the traces of all ranks,
 - say what a restart costs, and how often to save.
 
-*75 minutes, about a minute of computing.*
+*80 minutes, about a minute of computing.*
 """
 
 # %% imports
@@ -35,7 +36,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ddp_course import Device, checkpoint, launch, problems, ring_all_reduce
 from ddp_course import stage4_ring, stage5_bucketed, train
 from ddp_course.lab import claims, facts, show, timeline, traces
-from ddp_exercises import task
+from ddp_exercises import fill_in, task
 from manyranks import watch_finite
 from manyranks.errors import LaunchError, LaunchTimeout
 
@@ -88,12 +89,12 @@ print("the culprit is rank 1: a ZeroDivisionError")
 
 # %% [markdown]
 r"""
-With plain `torchrun` you see all tracebacks mixed, often those of the victims first. Look for the *earliest*, and for
-the one that is not about connections. Our launcher does that for you.
+With plain `torchrun` you see the tracebacks of all ranks mixed, and often those of the victims come first. Look for the
+*earliest* one that is not about connections. Our launcher does that for you.
 
 ## One rank is killed
 
-The system kills processes that use too much memory, with SIGKILL (signal 9): no traceback, nothing.
+The system kills processes that use too much memory with SIGKILL (signal 9). Such a process leaves no traceback and no message.
 """
 
 
@@ -114,7 +115,7 @@ r"""
 ## A rank does not come
 
 Rank 0 skips the all-reduce, perhaps because of an `if` that depends on its data. Nobody raises an error; everyone
-waits. After `timeout` seconds the launcher stops all, and shows where each rank was, and its last collective.
+waits. After `timeout` seconds the launcher stops all ranks, and shows where each of them was and which collective was its last.
 """
 
 
@@ -207,8 +208,8 @@ for row in facts.rows("nccl_log"):
 
 # %% [markdown]
 r"""
-Most timeouts that the watchdog reports are caused by Python code on one rank: a branch, a loader, an exception that was
-caught. So begin with the stacks. Eleven faulty scripts, and a table from symptoms to usual causes, are in
+Most timeouts that the watchdog reports are caused by Python code on one rank, such as a branch, a loader or an exception
+that was caught. So begin with the stacks. Eleven faulty scripts, and a table from symptoms to usual causes, are in
 [exercises/clinic](../exercises/clinic/README.md); exercise 11 takes your diagnoses.
 
 ## Debug without ranks
@@ -242,16 +243,16 @@ for bug in ((3 * K - 1,), (3 * K, 1)):
 
 # %% [markdown]
 r"""
-Alone, the process finds the first bug when it is the last rank, at once and where the debugger stands. It cannot see what
-needs another rank: a "sum" is what this rank had, and nobody misses rank 1. With all ranks as processes and real messages both
-bugs are named. In between is torch's `LocalTensor` (`torch.distributed._local_tensor`, private): a tensor with the values of all
-ranks in one process. Its sums are right; but all ranks run the same lines there, and a rank that stays away cannot even be
-written.
+Alone, the process finds the first bug as soon as it is the last rank, in the very line where the debugger stands. It cannot find
+the second bug, which takes another rank: a "sum" is just what this rank had, and nobody misses rank 1. With all ranks as processes
+and with real messages, both bugs are named. Between the two ways is torch's `LocalTensor` (`torch.distributed._local_tensor`, private),
+a tensor with the values of all ranks in one process. Its sums are right. But in that process all ranks run the same lines, so you cannot
+even write down a rank that stays away.
 
 ## Ranks that disagree
 
-Different shapes in the same all-reduce would mix up memory, or wait for ever. Our collectives compare notes first. Torch's do
-so when you ask for it, and its monitored barrier names a rank that does not come:
+Different shapes in the same all-reduce would mix up memory, or let all ranks wait for ever. Our collectives compare shapes first. Torch's
+collectives do so if you ask for it, and its monitored barrier names a rank that does not come:
 """
 
 
@@ -313,11 +314,27 @@ print(poison.message)
 r"""
 ## A slow rank
 
-This raises no error, and it is the hardest to find: every rank's step takes as long as the slowest one's. Look at what
-each rank *computes*. Here all ranks have an emulated device, and rank 1's has half the rate. In a recording a rank that
-waits *inside* the all-reduce seems to communicate. Rank 1 comes last, so it does not wait at all. Whatever another rank
-spends in the all-reduce beyond rank 1's time is waiting; it is drawn as "wait". (The links cost nothing here, so that no
-transfer is left to see.)
+A slow rank raises no error, and it is the hardest fault to find: every rank's step takes as long as that of the slowest. A recording
+misleads, too, since a rank that waits *inside* the all-reduce seems to communicate. The rank that comes last does not wait at all, so
+its time in the all-reduce is the transfer alone. How long does each of the others wait?
+"""
+
+
+# %% faded-waiting
+def waiting(in_all_reduce):
+    """Return how long each rank waits, from the seconds that each has spent in the same all-reduce."""
+    transfer = min(in_all_reduce)
+    return ...
+
+
+fill_in(waiting, {((5, 2, 5, 4),): [3, 0, 3, 2], ((7, 7),): [0, 0], ((1, 9, 9),): [0, 8, 8]})
+
+# %% [markdown]
+r"""
+<details><summary>The line</summary><code>return [seconds - transfer for seconds in in_all_reduce]</code></details>
+
+In the next figure all ranks have an emulated device, and rank 1's has half the rate. What the others spend in the all-reduce beyond
+rank 1's time is drawn as "wait". (The links cost nothing here, so no transfer is left to see.)
 """
 
 
@@ -420,10 +437,9 @@ with torch.profiler.profile(schedule=schedule, on_trace_ready=lambda p: p.export
 ```
 
 Open the files in [ui.perfetto.dev](https://ui.perfetto.dev); they stay in your browser. In a trace, waiting looks like communicating:
-the all-reduce of a rank that comes early lasts until the last one has come; on a GPU the kernel spins. So compare the *same*
-collective on all ranks. The shortest time is the transfer; what the others have beyond it is waiting; and the rank with the
-shortest one is the straggler. The clocks of hosts differ by milliseconds: shift each rank so that an all-reduce ends
-everywhere at the same time.
+the all-reduce of a rank that comes early lasts until the last one has come, and on a GPU its kernel spins all that time. So compare
+the *same* collective on all ranks, as above: the rank with the shortest one is the straggler. The clocks of hosts differ by milliseconds.
+Therefore shift each rank's trace such that an all-reduce ends everywhere at the same time.
 
 ## A GPU that has nothing to do
 
@@ -462,15 +478,15 @@ nothing.
 
 And what happens in the first 40 ms of forward? DDP broadcasts rank 0's buffers, three for each of 53 BatchNorm layers: it packs
 159 small tensors into two messages and copies each of them back. `broadcast_buffers=False` saves that, where buffers
-need not be equal on all ranks. And the white 17 ms after backward? There DDP copies 161 gradients out of its buckets, one by one;
-`gradient_as_bucket_view=True` saves that. One thing this trace cannot tell: in its third step the first three all-reduces take 6 ms each, not
+need not be equal on all ranks. In the white 17 ms after backward, DDP copies 161 gradients out of its buckets, one by one, which
+`gradient_as_bucket_view=True` saves. One thing this trace cannot tell: in its third step the first three all-reduces take 6 ms each, not
 2.5. Did this rank wait for the other one? That needs the other rank's trace.
 
 ## Checkpoints
 
-If one fails, all must stop. What is lost is the time since the last **checkpoint**: weights, optimizer state, position in
-the data, random states. It must be written so that a crash *while writing* destroys nothing: to a new file, flushed to
-disk, then renamed over the old name. Task 11.1 of [exercise 11](../exercises/11_when_things_fail.ipynb) asks you to write it,
+If one rank fails, all must stop, and the work since the last **checkpoint** is lost. A checkpoint has the weights, the
+optimizer's state, the position in the data and the random states. It must be written so that a crash *while writing* destroys
+nothing: into a new file, which is flushed to the disk and then renamed to the old name. Task 11.1 of [exercise 11](../exercises/11_when_things_fail.ipynb) asks you to write it,
 which is worth more before you look.
 """
 
@@ -560,7 +576,7 @@ show.curves(series, "time (s)", "steps saved", title)
 
 # %% [markdown]
 r"""
-All ranks pay for each change: torchrun must notice it, the ranks start anew and import torch, meet, and load the
+All ranks pay for each change. First torchrun must notice it. Then the ranks must start anew, import torch, meet, and load the
 checkpoint. On a cluster, add the time for a spare host and for a large checkpoint. A script of your own that calls
 `init_process_group` needs `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` for this, up to torch 2.15: torchrun keeps one store over
 all restarts, and ranks that are started again may find the addresses of dead ones there, and hang. (`ddp_course.train`
@@ -568,8 +584,27 @@ and the capstone open a new store each time.)
 
 ## How often to save
 
-Too often costs writing, too rarely costs repeated work. With a failure every M seconds on average and C seconds for a
-checkpoint, the best interval is √(2 C M) (Young, 1974). Llama 3 was trained on 16,384 GPUs and interrupted 419 times in 54
+If you save too often, writing costs much time. If you save too rarely, much work is repeated after a failure. Let a failure come every
+M seconds on average, and let a checkpoint take C seconds. Which share of the time is lost, if you save every T seconds? On average a
+failure comes in the middle between two checkpoints.
+"""
+
+
+# %% faded-lost
+def lost(interval, checkpoint_s, failure_s):
+    """Return the share of time that is lost, if a checkpoint is written after each `interval`; all in seconds."""
+    writing = checkpoint_s / interval
+    repeating = ...
+    return writing + repeating
+
+
+fill_in(lost, {(100, 5, 1000): 0.1, (50, 5, 1000): 0.125, (200, 5, 1000): 0.125})
+
+# %% [markdown]
+r"""
+<details><summary>The line</summary><code>repeating = interval / 2 / failure_s</code></details>
+
+The sum is smallest where its two terms are equal, at an interval of √(2 C M) (Young, 1974): 100 s in the first of these cases. Llama 3 was trained on 16,384 GPUs and interrupted 419 times in 54
 days (published: its Table 5). Let a checkpoint take a minute. Before you look: how often would you save? We simulate 20 runs of 54
 days for each interval, with failures at random moments; the line is what theory expects.
 """
@@ -640,8 +675,8 @@ stack and last collective.
 
 **3.** Writing a checkpoint takes 60 s, and the run fails once a day. How often do you save?
 <details><summary>Answer</summary>
-Too often costs writing, too rarely costs repeated work. By Young's formula (1974) the optimum is √(2 · 60 s · 86,400 s), nearly
-an hour: with a failure every M seconds and a checkpoint of C seconds, save every √(2 C M) seconds.
+By Young's formula (1974) you save every √(2 · 60 s · 86,400 s), which is nearly an hour. Saving more often costs writing, and saving
+more rarely costs repeated work.
 </details>
 
 ## In three lines

@@ -270,3 +270,37 @@ def reshard(saved, rank, world_size):
 
 # %% check-11-6 points=3
 check("11.6", reshard)
+
+
+# %% [markdown]
+# ## 11.7 Explain: one slow rank
+#
+# *10 minutes · medium*
+#
+# Look at the timeline of the section "A slow rank" in lesson 11: what each of four ranks does during a step.
+# Explain it in two to five sentences of your own, so that somebody who has not read the lesson understands it. Name numbers of the figure.
+# Then read your text once more, and tick what it really says:
+#
+# | | the text says |
+# |---|---|
+# | A | why the step takes 79 ms on all ranks, although three of them compute for half as long |
+# | B | why rank 1 alone has no part called "wait", and what a recording calls that part |
+# | C | what would make this step shorter, and what would not |
+#
+# The check looks at the form only. Your teacher reads the text, beside what to look for.
+# %% answer-11-7
+def explain_figure():
+    """Return (your explanation, the letters that you tick, such as "AB")."""
+    ### BEGIN SOLUTION
+    text = (
+        "Rank 1 has half the rate and computes for 79 ms, the others for 39. None of them can add up gradients before it "
+        "arrives, so three ranks stand still for 40 ms within their all-reduce. A profiler shows that as communication, "
+        "and whoever came last has hardly any. Faster links would gain nothing here: give the slow device fewer samples, "
+        "or replace it."
+    )
+    return text, "ABC"
+    ### END SOLUTION
+
+
+# %% check-11-7 points=2
+check("11.7", explain_figure)

@@ -3,8 +3,8 @@ r"""
 # 12 · Many machines
 
 Inside a machine, devices talk over fast links. Between machines a device has a tenth of that bandwidth or less, and
-on many machines all devices share one network card. This lesson crosses that border: with two emulated hosts, with
-`torchrun`, and with timings that others have published, of wires inside a host and of several network cards between hosts.
+on many machines all devices share one network card. This lesson crosses that border. It uses two emulated hosts,
+`torchrun`, and timings that others have published: of the wires inside a host, and of several network cards between hosts.
 
 **After this lesson you can**
 
@@ -13,7 +13,7 @@ on many machines all devices share one network card. This lesson crosses that bo
 - tell from how a host is wired what its all-reduce takes,
 - say what a second network card (NIC) is good for, and when it is not.
 
-*40 minutes, a minute of computing.*
+*45 minutes, a minute of computing.*
 """
 
 # %% imports
@@ -21,7 +21,7 @@ import torch
 
 from ddp_course import Link, collectives, launch, ring_all_reduce
 from ddp_course.lab import claims, facts, show, theory, timing
-from ddp_exercises import task
+from ddp_exercises import fill_in, task
 from ddp_predictions import one_host
 from manyranks import links
 
@@ -128,13 +128,31 @@ claims.decide(
 
 # %% [markdown]
 r"""
-The dashes are bytes over bandwidth and nothing else, and so is virtual time: the bars meet them. Where packets really travel
+The dashes are bytes over bandwidth and nothing else. Virtual time has nothing else either, so the bars meet them. Where packets really travel
 (`Link("200Mbit", mode="hosts", hosts=2)`), gloo's flat ring of four ranks took up to 1.5 times as long as its dash (measured once):
 before each chunk the receiver says "ready" in a small message, and on a busy cable this message waits behind a chunk. With two levels a rank
-waits for two such messages from the other host; with a flat ring for 2(K-1).
+waits for two such messages from the other host, and with a flat ring for 2(K-1) of them.
 
-On 16 hosts with 8 devices each the difference is far larger. A flat ring over 128 devices pays 254 latencies, one after
-the other; in two levels there are 30 between the hosts.
+Two levels also have fewer latencies on the way. How many messages follow one another between the hosts?
+"""
+
+
+# %% faded-latencies
+def latencies(hosts, ranks_per_host):
+    """Return the messages one after the other: in a flat ring, and in two levels those between the hosts."""
+    flat = 2 * (hosts * ranks_per_host - 1)
+    between_hosts = ...
+    return flat, between_hosts
+
+
+fill_in(latencies, {(2, 2): (6, 2), (4, 8): (62, 6), (16, 8): (254, 30)})
+
+# %% [markdown]
+r"""
+<details><summary>The line</summary><code>between_hosts = 2 * (hosts - 1)</code></details>
+
+The last case has 16 hosts with 8 devices each. A flat ring over these 128 devices pays 254 latencies, one after the other, and two levels
+pay 30 between the hosts. (Their 14 inside a host are those of NVLink, and short.)
 
 ## The same training on several machines
 
@@ -157,7 +175,7 @@ print("torchrun: done")
 
 # %% [markdown]
 r"""
-On two real machines, on both of them, with the first one's name and a free port:
+With two real machines, run this on both of them, with the first one's name and a free port:
 
 ```bash
 torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=FIRST:29400 -m ddp_course.train --stage 6
@@ -210,7 +228,7 @@ such a rehearsal cannot show.
 
 ## Inside one host: switches and wires
 
-How long does NCCL take for the same message on 2, 3 and 4 GPUs of one host? The ring's formula says: a little longer with
+How long does NCCL take for the same message on 2, 3 and 4 GPUs of one host? By the ring's formula it takes a little longer with
 each GPU. On A100s, which are joined by switches, this is so. On V100s it is the other way round:
 """
 
@@ -249,17 +267,34 @@ print("rings that fit on the wires of V100s, by number of GPUs:", rings)
 # %% [markdown]
 r"""
 A V100 has six **NVLink** wires, and each leads to one certain partner. A ring can only follow wires. Several rings can share
-a message, and how many there are room for depends on which GPUs take part: two GPUs have one ring, four have four. For 5 to 8
-GPUs the prediction searches how many rings fit onto the wires: 5 GPUs are slow again, since only two rings fit.
+a message, and how many of them find room depends on which GPUs take part: two GPUs have one ring, and four have four. For 5 to 8
+GPUs the prediction searches how many rings fit onto the wires. With 5 GPUs it is slow again, since only two rings fit.
 
 ## Between hosts: several network cards
 
 A flat ring is *one* stream between two hosts, and one stream leaves a host through one card. Hosts for training have
-several, eight as a rule, one beside each GPU. Two levels use them all: the eight parts of the host's sum travel at the
-same time, each through its own card. NCCL does the same with eight rings, each of which crosses elsewhere.
+several cards, as a rule eight, one beside each GPU. Two levels use them all: the eight parts of the host's sum travel at the
+same time, each through its own card. How long is the sum of p bytes on its way between the hosts, apart from latency?
+"""
 
-Four hosts of 8 B200 GPUs, 400 Gbit/s per card; beside them one such host, whose messages need no card. The unit is **bus
-bandwidth**, $2\frac{K-1}{K}p$ over the time: on a ring it is what each link carries.
+
+# %% faded-seconds-between
+def seconds_between(nbytes, hosts, cards, bytes_per_s):
+    """Return how long the ring between the hosts takes, if each card carries a part of the sum."""
+    part = ...
+    return 2 * (hosts - 1) / hosts * part / bytes_per_s
+
+
+fill_in(seconds_between, {(800, 2, 1, 100): 8.0, (800, 2, 8, 100): 1.0, (800, 4, 8, 100): 1.5})
+
+# %% [markdown]
+r"""
+<details><summary>The line</summary><code>part = nbytes / cards</code></details>
+
+NCCL gets the same from eight rings, each of which leaves the host by another card.
+
+The next figure has four hosts of 8 B200 GPUs, with 400 Gbit/s per card. Beside them stands one such host, whose messages need no card. The
+unit is **bus bandwidth**, $2\frac{K-1}{K}p$ over the time. On a ring this is what each link carries.
 """
 
 
@@ -293,9 +328,10 @@ print(f"large messages use {most / card:.1f} of 8 cards")
 
 # %% [markdown]
 r"""
-Two things to see. A large message fills nearly all eight cards: a flat ring through one of them would take eight times
-as long. And 1 MiB on 4 hosts does not even fill one: it takes 0.38 ms, and nearly all of this is latency. (The lowest
-point, 32 KiB on 4 hosts, would be 6 ms: an odd row of the table, of which lesson 13 says more.) More cards help large messages only; for small messages use an algorithm with fewer steps, or put several into one bucket.
+A large message fills nearly all eight cards, while a flat ring through one of them would take eight times as long. A message of 1 MiB
+on 4 hosts does not even fill one card: it takes 0.38 ms, and nearly all of this is latency. (The lowest
+point, 32 KiB on 4 hosts, would be 6 ms: an odd row of the table, of which lesson 13 says more.) So more cards help large messages only. For small ones,
+use an algorithm with fewer steps, or put several of them into one bucket.
 
 ## On your GPUs: which way does NCCL go?
 
@@ -317,13 +353,13 @@ and β of your machine.
 
 ## What torch does
 
-The same all-reduce call uses NCCL's own topology search: rings or trees over NVLink inside a machine, InfiniBand or
-Ethernet between, one ring per card. `torch.distributed.device_mesh` names the levels, such as
-`("replicate", "shard")`: shard inside a host, replicate between hosts.
+The same call of all-reduce uses NCCL's own search through the topology. It lays rings or trees over NVLink inside a machine and over
+InfiniBand or Ethernet between machines, with one ring per card. `torch.distributed.device_mesh` names the levels: with
+`("replicate", "shard")` you shard inside a host and replicate between hosts.
 
 ## Check yourself
 
-**1.** 2 hosts of 8 GPUs. Which bytes cross between them, in two levels, for a gradient of 1 GB?
+**1.** How many bytes cross between 2 hosts of 8 GPUs, in two levels, for a gradient of 1 GB?
 <details><summary>Answer</summary>
 2(H-1)/H · 1 GB = 1 GB in each direction, an eighth of it from each GPU.
 </details>

@@ -130,3 +130,37 @@ def why_no_faster(log):
 
 # %% check-12-3 points=3
 check("12.3", why_no_faster)
+
+
+# %% [markdown]
+# ## 12.4 Explain: four hosts and their cards
+#
+# *10 minutes · medium*
+#
+# Look at the last figure of lesson 12: the bus bandwidth over the size of the message, on one host and on four.
+# Explain it in two to five sentences of your own, so that somebody who has not read the lesson understands it. Name numbers of the figure.
+# Then read your text once more, and tick what it really says:
+#
+# | | the text says |
+# |---|---|
+# | A | why four hosts come near the upper line with large messages, and what one flat ring would reach |
+# | B | why a message of 1 MiB does not even fill one card |
+# | C | why one host alone lies higher, and above the upper line at the end |
+#
+# The check looks at the form only. Your teacher reads the text, beside what to look for.
+# %% answer-12-4
+def explain_figure():
+    """Return (your explanation, the letters that you tick, such as "AB")."""
+    ### BEGIN SOLUTION
+    text = (
+        "From 1,024 MiB on, four hosts come close to 400 GB/s, because eight rings leave each of them at the same time, "
+        "every one by a card of its own; a single ring would end at 50. At 1 MiB they reach 5 GB/s: the bytes are sent "
+        "in no time, but the many messages that follow one another pay a latency each. One host is not limited by any "
+        "card, as its GPUs talk over NVLink."
+    )
+    return text, "ABC"
+    ### END SOLUTION
+
+
+# %% check-12-4 points=2
+check("12.4", explain_figure)

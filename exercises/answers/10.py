@@ -470,3 +470,43 @@ def losses_for_backward(sums, counts, all_reduce, world_size):
 # %% 10.6 told: plain numbers | a loss has no graph behind it
 #- [loss * world_size / tokens for loss in sums]
 #+ [loss.item() * world_size / tokens.item() for loss in sums]
+
+# %% 10.7 right: one of the points
+def explain_figure():
+    return 'One device needs 96 updates, and two need 48, each of which takes as long as before, so the time falls from 16 to 8 s.', "A"
+
+
+# %% 10.7 right: a list of letters
+#- "ABC"
+#+ ["A", "B", "C"]
+# %% 10.7 told: lazy, a few words | at least twelve different words
+#- return text, "ABC"
+#+ return 'It is 20 % faster so.', "A"
+# %% 10.7 told: lazy, one word many times | at least twelve different words
+#- return text, "ABC"
+#+ return "because " * 20 + "4", "A"
+# %% 10.7 told: lazy, the figure's title | this stands in a lesson
+def explain_figure():
+    return 'More than 8 devices gain nothing (updates counted; virtual time; line derived)', "A"
+
+
+# %% 10.7 told: lazy, the lesson's own sentence | this stands in a lesson
+#- return text, "ABC"
+#+ return "For 16 and 32 devices we take the time on 8, since a ring's time hardly grows (lesson 04)." + " " + text, "ABC"
+# %% 10.7 told: lazy, all is ticked | 3 points in
+def explain_figure():
+    return 'One device needs 96 updates, and two need 48, each of which takes as long as before, so the time falls from 16 to 8 s.', "ABC"
+
+
+# %% 10.7 told: no number | name a number of the figure
+#- return text, "ABC"
+#+ return "".join(sign for sign in text if not sign.isdigit()), "ABC"
+# %% 10.7 told: no letters | a pair was expected
+#- return text, "ABC"
+#+ return text
+# %% 10.7 told: nothing ticked | tick at least one letter
+#- return text, "ABC"
+#+ return text, ""
+# %% 10.7 told: another letter | 'X' is none of A, B and C
+#- return text, "ABC"
+#+ return text, "AX"

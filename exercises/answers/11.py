@@ -522,3 +522,43 @@ def reshard(saved, rank, world_size):
 #-             part[name] = whole.tensor_split(world_size)[rank].clone()
 #+             each = len(saved) // world_size
 #+             part[name] = torch.cat([other[name] for other in saved[rank * each : (rank + 1) * each]])
+
+# %% 11.7 right: one of the points
+def explain_figure():
+    return 'Rank 1 computes until 79 ms, and the sum needs its gradients, so the other three have to wait from 39 ms on.', "A"
+
+
+# %% 11.7 right: a list of letters
+#- "ABC"
+#+ ["A", "B", "C"]
+# %% 11.7 told: lazy, a few words | at least twelve different words
+#- return text, "ABC"
+#+ return 'It is 20 % faster so.', "A"
+# %% 11.7 told: lazy, one word many times | at least twelve different words
+#- return text, "ABC"
+#+ return "because " * 20 + "4", "A"
+# %% 11.7 told: lazy, the figure's title | this stands in a lesson
+def explain_figure():
+    return 'Timeline with 4 lanes. Rank 1 computes, all others wait for it (virtual time)', "A"
+
+
+# %% 11.7 told: lazy, the lesson's own sentence | this stands in a lesson
+#- return text, "ABC"
+#+ return 'The rank that comes last does not wait at all, so its time in the all-reduce is the transfer alone: 0.' + " " + text, "ABC"
+# %% 11.7 told: lazy, all is ticked | 3 points in
+def explain_figure():
+    return 'Rank 1 computes until 79 ms, and the sum needs its gradients, so the other three have to wait from 39 ms on.', "ABC"
+
+
+# %% 11.7 told: no number | name a number of the figure
+#- return text, "ABC"
+#+ return "".join(sign for sign in text if not sign.isdigit()), "ABC"
+# %% 11.7 told: no letters | a pair was expected
+#- return text, "ABC"
+#+ return text
+# %% 11.7 told: nothing ticked | tick at least one letter
+#- return text, "ABC"
+#+ return text, ""
+# %% 11.7 told: another letter | 'X' is none of A, B and C
+#- return text, "ABC"
+#+ return text, "AX"

@@ -271,3 +271,43 @@ def why_no_faster(log):
 # %% 12.3 wrong: the first two lines | a node may have more than two ranks: `nodes=` says which lines are of one node
 #-         nodes[values["nodes"]].append(values)
 #+         nodes[1 if len(nodes[1]) < 2 else 2].append(values)
+
+# %% 12.4 right: one of the points
+def explain_figure():
+    return 'Eight rings cross at the same time, each by its own card of 50 GB/s, so large messages reach 382 of 400 GB/s.', "A"
+
+
+# %% 12.4 right: a list of letters
+#- "ABC"
+#+ ["A", "B", "C"]
+# %% 12.4 told: lazy, a few words | at least twelve different words
+#- return text, "ABC"
+#+ return 'It is 20 % faster so.', "A"
+# %% 12.4 told: lazy, one word many times | at least twelve different words
+#- return text, "ABC"
+#+ return "because " * 20 + "4", "A"
+# %% 12.4 told: lazy, the figure's title | this stands in a lesson
+def explain_figure():
+    return '4 hosts reach 382 of the 400 GB/s of eight cards (published; lines derived)', "A"
+
+
+# %% 12.4 told: lazy, the lesson's own sentence | this stands in a lesson
+#- return text, "ABC"
+#+ return 'A large message fills nearly all eight cards, while a flat ring through one of them would take eight times as long.' + " " + text, "ABC"
+# %% 12.4 told: lazy, all is ticked | 3 points in
+def explain_figure():
+    return 'Eight rings cross at the same time, each by its own card of 50 GB/s, so large messages reach 382 of 400 GB/s.', "ABC"
+
+
+# %% 12.4 told: no number | name a number of the figure
+#- return text, "ABC"
+#+ return "".join(sign for sign in text if not sign.isdigit()), "ABC"
+# %% 12.4 told: no letters | a pair was expected
+#- return text, "ABC"
+#+ return text
+# %% 12.4 told: nothing ticked | tick at least one letter
+#- return text, "ABC"
+#+ return text, ""
+# %% 12.4 told: another letter | 'X' is none of A, B and C
+#- return text, "ABC"
+#+ return text, "AX"

@@ -1,5 +1,5 @@
 """Exercise 10: a sampler with epochs, a learning-rate schedule, a mean over uneven shards, the
-largest rate, and a loss that weighs tokens alike.
+largest rate, a loss that weighs tokens alike, and a figure in words.
 
 A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
 """
@@ -18,9 +18,12 @@ from ddp_exercises.errors import Wrong
 from ddp_exercises.tasks import task
 
 from .shared import (
+    as_it_is,
     different_words,
+    form_of_explanation,
     in_words,
     noted_ring,
+    nothing,
     require,
     several,
     tensors,
@@ -285,3 +288,12 @@ def doubled(all_reduce):
         return all_reduce(tensor, *groups).mul_(2)
 
     return twice
+
+
+@task("10.7", "explain_figure", {"text": 1, "ticks": 1})
+class ExplainFigure:
+    """A figure in the learner's own words, and which points the learner ticks; a teacher reads it."""
+
+    draw = nothing
+    probe = as_it_is
+    read = form_of_explanation

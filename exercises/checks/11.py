@@ -1,4 +1,5 @@
-"""Exercise 11: checkpoints that survive, a resume that is exact, who was to blame, other ranks.
+"""Exercise 11: checkpoints that survive, a resume that is exact, who was to blame, other ranks,
+and a figure in words.
 
 A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
 """
@@ -22,7 +23,15 @@ from ddp_exercises.errors import Wrong
 from ddp_exercises.plain import ODD
 from ddp_exercises.tasks import load_tasks, task
 
-from .shared import in_words, require, several, tensors
+from .shared import (
+    as_it_is,
+    form_of_explanation,
+    in_words,
+    nothing,
+    require,
+    several,
+    tensors,
+)
 
 EX1 = load_tasks(1)  # Exercise 1 makes the batches.
 SYNCS = [name for name in ("fsync", "fdatasync") if hasattr(os, name)]  # macOS lacks fdatasync.
@@ -579,3 +588,12 @@ def memory_behind(state):
         if isinstance(tensor, torch.Tensor):
             wholes[name] = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
     return wholes
+
+
+@task("11.7", "explain_figure", {"text": 1, "ticks": 1})
+class ExplainFigure:
+    """A figure in the learner's own words, and which points the learner ticks; a teacher reads it."""
+
+    draw = nothing
+    probe = as_it_is
+    read = form_of_explanation

@@ -1,4 +1,5 @@
-"""Exercise 12: two levels, a prediction for more ranks, and why two nodes were no faster.
+"""Exercise 12: two levels, a prediction for more ranks, and why two nodes were no faster,
+and a figure in words.
 
 A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
 """
@@ -11,7 +12,16 @@ from ddp_course import wire
 from ddp_exercises.attempt import COLLECTIVES
 from ddp_exercises.tasks import task
 
-from .shared import OTHER_ALGORITHMS, require, several, tensors, unequal_lengths
+from .shared import (
+    OTHER_ALGORITHMS,
+    as_it_is,
+    form_of_explanation,
+    nothing,
+    require,
+    several,
+    tensors,
+    unequal_lengths,
+)
 
 
 @task(
@@ -228,3 +238,12 @@ class WhyNoFaster:
                 part = "what was started"
             about = f"log {number}, one node of {ranks} ranks, then two ({WHERE_TO_LOOK[cause]})"
             yield part, about, (log_of(random, cause, ranks, scale),)
+
+
+@task("12.4", "explain_figure", {"text": 1, "ticks": 1})
+class ExplainFigure:
+    """A figure in the learner's own words, and which points the learner ticks; a teacher reads it."""
+
+    draw = nothing
+    probe = as_it_is
+    read = form_of_explanation

@@ -203,14 +203,15 @@ def words_in(text: str) -> list[str]:
 
 @cache
 def lessons_as_words() -> str:
-    """Return what all lessons say, in texts, code and outputs, as words between spaces."""
+    """Return what all lessons say, in texts, code, outputs and figures, as words between spaces."""
     texts = []
     for path in sorted(course_folder("notebooks").glob("*.ipynb")):
         for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
             texts += cell["source"]
             for output in cell.get("outputs", ()):
                 texts += output.get("data", {}).get("text/plain", ())
-                texts.append(" ")
+                caption = output.get("metadata", {}).get("image/png", {}).get("alt", "")
+                texts.append(f" {caption} ")
     return f" {' '.join(words_in(''.join(texts)))} "
 
 

@@ -199,7 +199,8 @@ def test_texts_stand_beside_their_rubric():
     assert known[0] == "10.5"
     assert "Full:" in known[1]
     assert known[2][0][0] == "anna"
-    for number in ("5.9", "6.10", "7.9", "8.8", "9.7", "13.7", "14.6", "15.2"):
+    figures = ("5.9", "6.10", "7.9", "8.8", "9.7", "10.7", "11.7", "12.4", "13.7", "14.6")
+    for number in (*figures, "15.2"):
         assert "Full:" in report.rubrics([right(number, "x")])[0][1]
     page = report.pages(texts)
     assert "it &lt;jumps&gt;" in page["index.html"]
