@@ -21,6 +21,7 @@ from .trace import trace
 FAILED = 1
 IMPOSSIBLE = 2
 DIFFERENT = 3
+FOLDED = "The first and the last rank were run, the others are their copies."
 KEPT = ("step_s", "collectives", "bytes", "hidden", "peak_bytes")  # --expect compares these.
 
 
@@ -85,7 +86,8 @@ def main(args: argparse.Namespace) -> int:
         return tell(str(error), IMPOSSIBLE)
     except LaunchError as error:
         annotate("error", args.file, str(error).partition("\n")[0])
-        return tell(str(error), FAILED)
+        remark = f"\n\n{FOLDED}" if args.fold else ""
+        return tell(f"{error}{remark}", FAILED)
     if verdict is not None:
         print(verdict)
     if (verdict is not None and not verdict.ok) or differences(args, report):
@@ -127,7 +129,7 @@ def remarks(request: Request) -> str:
     if request.sizes_only:
         words.append("Nothing was computed.")
     if request.fold:
-        words.append("The first and the last rank were run, the others are their copies.")
+        words.append(FOLDED)
     if request.device.reach == FULL:
         words.append("Kernels reach the device's full rate: real ones reach a part (--reach).")
     return " ".join(words)

@@ -9,6 +9,7 @@ can see is a rank between them that comes later than both.
 import io
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -16,7 +17,16 @@ import torch.distributed as dist
 from .. import clocks, torch_inside
 from ..clocks import events, recording, streams
 from ..clocks.group import Done, Group, Work
-from ..errors import EmulationError
+from ..clocks.stalls import who_waits
+from ..errors import (
+    DeadlockError,
+    EmulationError,
+    Failure,
+    LaunchError,
+    LaunchTimeout,
+    RankError,
+    Wait,
+)
 from .script import Told, run_script
 
 ALL = "leave out --fold, and all ranks are run"
@@ -121,3 +131,45 @@ def check_alike(told: list[Told], rank: int) -> None:
                 f"{file} line {line}: {text}: rank 0 calls {name} of {nbytes:.0f} bytes, rank"
                 f" {rank} calls {other[0]} of {other[2]:.0f} bytes: they are not alike; {ALL}"
             )
+
+
+def with_last(error: LaunchError, rank: int) -> LaunchError:
+    """Return the error of a launch of two ranks, whose second one ran as the last `rank`."""
+    if isinstance(error, LaunchTimeout):
+        states = [replace(state, rank=numbered(state.rank, rank)) for state in error.states]
+        cause = error.cause.replace("rank 1 ", f"rank {rank} ")
+        return LaunchTimeout(error.timeout, states, cause)
+    if isinstance(error, DeadlockError):
+        [culprit, *others] = [failure_with_last(failure, rank) for failure in error.failures]
+        returned = [numbered(each, rank) for each in error.returned]
+        return DeadlockError(culprit.message, culprit.waits, returned, [culprit, *others])
+    if isinstance(error, RankError):
+        failures = [failure_with_last(failure, rank) for failure in error.failures]
+        return RankError(failures, rank + 1)
+    return error
+
+
+def numbered(process: int, rank: int) -> int:
+    """Return the number of the rank as which a process of a folded launch ran."""
+    return rank if process == 1 else process
+
+
+def failure_with_last(failure: Failure, rank: int) -> Failure:
+    """Return a failure of one of two ranks, whose second one ran as the last `rank`."""
+    named = replace(failure, rank=numbered(failure.rank, rank))
+    if not failure.waits:
+        return named
+    waits = [wait_with_last(wait, rank) for wait in failure.waits]
+    waiting = {wait.rank for wait in waits}
+    returned = [each for each in (0, rank) if each not in waiting]
+    message = f"deadlock: {who_waits(waits, returned)}"
+    traceback = failure.traceback.replace(failure.message, message)
+    return replace(named, message=message, traceback=traceback, waits=waits)
+
+
+def wait_with_last(wait: Wait, rank: int) -> Wait:
+    """Return a wait of one of two ranks, whose second one ran as the last `rank`."""
+    what = wait.what
+    if what.ranks == (0, 1):
+        what = what._replace(ranks=(0, rank))
+    return replace(wait, rank=numbered(wait.rank, rank), what=what)

@@ -6,12 +6,12 @@ from typing import Any
 
 from .. import presets
 from ..devices.device import Device
-from ..errors import EmulationError
+from ..errors import EmulationError, LaunchError
 from ..launching.launch import launch
 from ..links import Link
 from ..orders.every import every_order
 from ..orders.verdict import Verdict
-from .folding import check_alike, run_folded
+from .folding import check_alike, run_folded, with_last
 from .report import Report
 from .script import location, run_for_orders, run_script
 
@@ -88,18 +88,23 @@ def rehearse(path: str, arguments: list[str], request: Request) -> Report:
     """
     script = (location(path, request.module), arguments, request.device, request.per_host)
     folded = (request.emulated, request.ranks) if request.fold else ()
-    told = launch(
-        run_folded if request.fold else run_script,
-        *script,
-        *folded,
-        world_size=2 if request.fold else request.ranks,
-        device=request.device,
-        link=None if request.fold else request.emulated,
-        sizes_only=request.sizes_only,
-        answer=request.answer,
-        timeout=request.timeout,
-        progress=request.progress and ("rehearsal", True),
-    )
+    try:
+        told = launch(
+            run_folded if request.fold else run_script,
+            *script,
+            *folded,
+            world_size=2 if request.fold else request.ranks,
+            device=request.device,
+            link=None if request.fold else request.emulated,
+            sizes_only=request.sizes_only,
+            answer=request.answer,
+            timeout=request.timeout,
+            progress=request.progress and ("rehearsal", True),
+        )
+    except LaunchError as error:
+        if not request.fold:
+            raise
+        raise with_last(error, request.ranks - 1) from None
     if request.fold:
         check_alike(told, request.ranks - 1)
         told = told[:1]

@@ -108,7 +108,7 @@ def test_ranks_that_are_not_alike_are_not_folded(tmp_path):
         "import torch, torch.distributed as dist\ndist.init_process_group()\nx = torch.ones(99)\n"
     )
     for line, words in (
-        ("if dist.get_rank(): dist.all_reduce(x)", "rank 0 has returned"),
+        ("if dist.get_rank(): dist.all_reduce(x)", "rank 3 waits.*rank 0 has returned"),
         ("x = x[dist.get_rank():]", "rank 3 calls all_reduce of 576 bytes"),
     ):
         unlike.write_text(f"{begin}{line}\ndist.all_reduce(x)\n")
@@ -119,6 +119,27 @@ def test_ranks_that_are_not_alike_are_not_folded(tmp_path):
     unlike.write_text(f"{begin}if dist.get_rank(): x.mul_(2)\ndist.all_reduce(x)\n")
     every = rehearse(str(unlike), [], Request(4, DEVICE, sizes_only=True, link="1Gbit"))
     assert folded(unlike, link="1Gbit").told[0] == every.told[0], "all wait for the slower ones"
+
+
+def test_a_failure_of_the_last_of_folded_ranks_has_its_number(tmp_path, capsys):
+    script = tmp_path / "fails.py"
+    begin = "import torch, torch.distributed as dist\ndist.init_process_group()\n"
+    x = "x = torch.ones(9, device='cuda')\nlast = dist.get_rank() == 7\n"
+    options = ["--ranks", 8, "--device", "H100", "--sizes-only", "--fold", "--timeout", 2]
+    for line, words in (
+        ("if last: raise ValueError('bad shard 1')", "rank 7: ValueError: bad shard 1 (of 8 ranks"),
+        ("if last: torch.ones(10**12, device='cuda')", "rank 7: OutOfMemoryError: out of memory"),
+        ("if not last: dist.all_reduce(x)", "rank 0 waits for ranks [0, 7] in all_reduce"),
+        ("if last: dist.barrier()", "rank 7 waits for ranks [0, 7] in barrier"),
+        ("while last: pass", "rank 7 has not entered torch.distributed.all_reduce"),
+    ):
+        script.write_text(f"{begin}{x}{line}\ndist.all_reduce(x)\n")
+        assert run(*options, script) == 1
+        told = capsys.readouterr().err
+        assert words in told
+        assert "rank 1" not in told
+        assert "1]" not in told
+        assert told.endswith("The first and the last rank were run, the others are their copies.\n")
 
 
 def test_a_question_for_a_value_is_refused_or_answered():
