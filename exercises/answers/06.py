@@ -69,7 +69,7 @@ def accumulate(parallel, optimizer, micro_batches):
 #+     optimizer.zero_grad()
 #+     inputs, targets = micro_batches[-1]
 
-# %% 6.1 wrong: past the wrapper | the forward pass goes past the wrapper: call parallel(inputs), not parallel.module(inputs)
+# %% 6.1 told: past the wrapper | Call the wrapper, not its module
 #-             (cross_entropy(parallel(inputs), targets) / len(micro_batches)).backward()
 #-     inputs, targets = micro_batches[-1]
 #-     (cross_entropy(parallel(inputs), targets) / len(micro_batches)).backward()
