@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from html import escape
 
 from . import spans
-from .report import Report, milliseconds
+from .report import Report, duration
 
 WIDTH = 900  # of the bars, in pixels
 LEFT = 70
@@ -45,7 +45,7 @@ def head(report: Report) -> Iterator[str]:
         yield f'<text x="{place + 18}" y="45">{name}</text>'
         place += 170
     start, end = whole(report)
-    took = milliseconds((end - start) / 1e12)
+    took = duration((end - start) / 1e12)
     yield f'<text x="{LEFT + WIDTH}" y="45" text-anchor="end">{took}</text>'
 
 

@@ -153,7 +153,7 @@ class Report:
         if self.last is None:
             return f"no optimizer made a step; the script ends at {self.told[0].ended / 1e12:.6g} s"
         return (
-            f"step {milliseconds(found['step_s'])}: {found['collectives']} collectives and"
+            f"step {duration(found['step_s'])}: {found['collectives']} collectives and"
             f" messages, {size(found['bytes'])} sent by a rank, {found['hidden']:.0%} hidden, peak"
             f" {size(found['peak_bytes'])}"
         )
@@ -172,21 +172,21 @@ class Report:
         known = f"the last of {len(self.steps)}"
         if len(self.steps) == 1:
             known = "the only one, from the script's start on: with two steps it is more certain"
-        yield f"  step            {milliseconds(step.seconds)}   rank {step.rank}, {known}"
-        yield f"  computing       {milliseconds(step.computing)}"
+        yield f"  step            {duration(step.seconds):>11}   rank {step.rank}, {known}"
+        yield f"  computing       {duration(step.computing):>11}"
         sending = step.hidden + step.exposed
-        hidden = milliseconds(step.hidden).strip()
-        exposed = milliseconds(step.exposed).strip()
-        yield f"  communication   {milliseconds(sending)}   {hidden} hidden, {exposed} exposed"
-        yield f"  waiting         {milliseconds(step.waiting)}{self.slowest()}"
+        hidden = duration(step.hidden)
+        exposed = duration(step.exposed)
+        yield f"  communication   {duration(sending):>11}   {hidden} hidden, {exposed} exposed"
+        yield f"  waiting         {duration(step.waiting):>11}{self.slowest()}"
         yield f"  peak memory     {size(max(self.peaks)):>11}   rank {argmax(self.peaks)}"
         if self.sites:
             yield f"Collectives and messages of that step on rank {step.rank}:"
             yield COLUMNS
         for site in self.sites:
             yield (
-                f"  {site.times:>6}  {size(site.nbytes):>10}  {milliseconds(site.seconds)}"
-                f"  {milliseconds(site.exposed)}  {site.name} of {site.ranks} ranks,"
+                f"  {site.times:>6}  {size(site.nbytes):>10}  {duration(site.seconds):>11}"
+                f"  {duration(site.exposed):>11}  {site.name} of {site.ranks} ranks,"
                 f" {site.file} line {site.line}: {site.text[:60]}"
             )
         for mistake in self.mistakes():
@@ -198,12 +198,15 @@ class Report:
         idle = [step.waiting for step in steps]
         if max(idle) - min(idle) <= EVEN * steps[0].seconds:
             return ""
-        return f"   others wait up to {milliseconds(max(idle)).strip()} for rank {argmin(idle)}"
+        return f"   others wait up to {duration(max(idle))} for rank {argmin(idle)}"
 
 
-def milliseconds(seconds: float) -> str:
-    """Return a time with its unit, in eleven columns."""
-    return f"{1000 * seconds:8,.3f} ms"
+def duration(seconds: float) -> str:
+    """Return a time with its unit."""
+    for unit, one in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= one:
+            return f"{seconds / one:,.3f} {unit}"
+    return f"{seconds * 1e6:.3f} µs"
 
 
 def size(nbytes: float) -> str:

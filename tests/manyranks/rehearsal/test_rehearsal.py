@@ -13,6 +13,7 @@ from manyranks import Device
 from manyranks.__main__ import main
 from manyranks.errors import EmulationError, ManyranksError, RankError
 from manyranks.rehearsal import Report, Request, rehearse, spans
+from manyranks.rehearsal.report import duration
 from manyranks.rehearsal.script import Told
 
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -285,4 +286,22 @@ def test_the_parts_of_a_step_worked_out_by_hand():
     [site] = report.sites
     assert (site.name, site.times, site.nbytes) == ("all_reduce", 1, 100.0)
     assert (site.seconds, site.exposed) == pytest.approx((5e-6, 3e-6))
-    assert "others wait up to 0.003 ms for rank 1" in report.words()
+    words = report.words()
+    assert "others wait up to 3.000 µs for rank 1" in words
+    assert "       1       100 B     5.000 µs     3.000 µs  all_reduce of 2 ranks" in words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0.000 µs"),
+        (2e-9, "0.002 µs"),
+        (170.4e-6, "170.400 µs"),
+        (1e-3, "1.000 ms"),
+        (0.510024, "510.024 ms"),
+        (1.5, "1.500 s"),
+        (7200, "7,200.000 s"),
+    ],
+)
+def test_a_duration_has_the_unit_that_shows_its_digits(seconds, text):
+    assert duration(seconds) == text
