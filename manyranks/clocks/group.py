@@ -73,6 +73,9 @@ class Work(torch_inside.WorkOfGloo):
             streams.current().reach(self.ended)
         else:
             own().advance(self.ended)
+            # What threads do after their waits comes in the order of virtual time, too. It may post
+            # something, which is to be booked with all that is posted at this moment.
+            take_turn(to_post=True)
         return self.ended
 
     def is_completed(self) -> bool:

@@ -198,7 +198,8 @@ class Replay:
     # Messages and collectives
 
     def do_send(self, thread: tuple, *message: int) -> Any:
-        yield from self.finish(0, (yield from self.post(thread, True, *message)))
+        booking = yield from self.post(thread, True, *message)
+        yield from self.finish(thread, 0, booking)
 
     def do_recv(self, thread: tuple, *message: int) -> Any:
         booking = yield from self.post(thread, False, *message)
@@ -274,15 +275,19 @@ class Replay:
         else:
             self.due.append(booking)
 
-    def finish(self, side: int | None, booking: Any) -> Any:
-        """Wait until a message has left (side 0) or arrived (side 1), or a collective is over."""
+    def finish(self, thread: tuple, side: int | None, booking: Any) -> Any:
+        """Wait until a message has left (side 0) or arrived (side 1), or a collective is over.
+
+        What follows comes in this thread's turn.
+        """
         if not booking.booked.triggered:
             yield booking.booked
         yield from self.until(booking.end if side is None else booking.ends[side])
+        yield from self.turn(thread, to_post=True)
 
     def finish_and_note(self, thread: tuple, side: int | None, booking: Any) -> Any:
         """Wait for the end, and note the value that has come."""
-        yield from self.finish(side, booking)
+        yield from self.finish(thread, side, booking)
         if side == 1 or (side is None and booking.value):
             self.values[thread].append(booking.value)
 

@@ -181,6 +181,23 @@ def threads_at_one_moment_go_by_number():
     return expect(received(3), [1, 2, 3])
 
 
+def what_follows_a_sum_comes_by_its_end():
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    ended = []
+
+    def small():
+        dist.all_reduce(torch.ones(1), group=groups[0])
+        real_sleep(0.1)
+        ended.append("small")
+
+    def large():
+        dist.all_reduce(torch.ones(1000), group=groups[1])
+        ended.append("large")
+
+    together(small, large)
+    return expect(ended, ["small", "large"])
+
+
 THREADS = (
     the_late_sender_starts_first,
     the_early_sender_computes_for_long,
@@ -190,6 +207,7 @@ THREADS = (
     a_pool_and_the_main_thread,
     a_timer_sends_between,
     threads_at_one_moment_go_by_number,
+    what_follows_a_sum_comes_by_its_end,
 )
 
 
