@@ -167,6 +167,12 @@ class Place(NamedTuple):
                     " each rank has a slice of what is computed there: put adapters and other"
                     " layers around whole layers, before a model is split, or after restore()"
                 )
+            if any(module_hooks(known)):
+                raise RuntimeError(
+                    f"a hook was added to {name} of {type(self.parent).__name__} after the split,"
+                    " and would be given a slice: add hooks before a model is split, so that the"
+                    " layer stays whole, or after restore()"
+                )
 
 
 def computes_the_same(present, known):
@@ -180,8 +186,12 @@ def computes_the_same(present, known):
     return type(present) in ACTIVATIONS
 
 
-class SplitLinear(nn.Module):
-    """This rank's slice of a linear layer: the outputs, or the inputs, with these `indices`."""
+class SplitLinear(nn.Linear):
+    """This rank's slice of a linear layer: the outputs, or the inputs, with these `indices`.
+
+    It is a linear layer for programs that initialise, freeze or prune all of them. `in_features`
+    and `out_features` are those of the slice.
+    """
 
     split_along: dict[str, int]  # the dimension of weight and bias that is split
     place: Place
@@ -191,7 +201,8 @@ class SplitLinear(nn.Module):
     )
 
     def __init__(self, layer, indices, all_reduce):
-        super().__init__()
+        # A linear layer would allocate and draw weights.
+        nn.Module.__init__(self)
         # In a list the whole layer is not a submodule.
         self.whole_layer = [layer]
         self.all_reduce = all_reduce
@@ -204,6 +215,7 @@ class SplitLinear(nn.Module):
                 parameter.grad = None
                 parameter.cut = cut
                 parameter.__class__ = Slice
+        self.out_features, self.in_features = layer.weight.shape
 
     @uncompiled
     def forward(self, x):
@@ -324,14 +336,17 @@ def has_hooks(module):
     The hooks may be on the module or on its parameters. Hooks on finished gradients do not count:
     from a slice they can compute nothing wrong.
     """
-    hooks = [
+    return any(module_hooks(module)) or any(p._backward_hooks for p in module.parameters())
+
+
+def module_hooks(module):
+    """Return the dicts with the hooks that are called when `module` is, and in backward."""
+    return [
         module._forward_hooks,
         module._forward_pre_hooks,
         module._backward_hooks,
         module._backward_pre_hooks,
     ]
-    hooks += [parameter._backward_hooks for parameter in module.parameters()]
-    return any(hooks)
 
 
 def can_be_split(layers, uses):

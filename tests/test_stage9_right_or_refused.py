@@ -235,6 +235,29 @@ def split(change=nothing):
     return stage9_tensor.parallelize(model)
 
 
+def each_linear(function):
+    """Call `function` with each layer of a split model that is linear, then run the model."""
+    model = split()
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            function(layer)
+    return model(data()[0])
+
+
+def normalised(layer):
+    layer.register_forward_hook(lambda layer, inputs, outputs: outputs / outputs.norm())
+
+
+def linear_layers():
+    """Return the outputs of a model whose linear layers are zeros, and how many those are."""
+    outputs = each_linear(lambda layer: INIT.zeros_(layer.weight))
+    return outputs.std(0).max().item(), sum(isinstance(m, nn.Linear) for m in split().modules())
+
+
+def test_programs_that_walk_over_linear_layers_find_those_that_are_split():
+    assert launch(linear_layers, world_size=2) == [(0.0, 4)] * 2
+
+
 def with_gradients():
     model = split()
     cross_entropy(model(data()[0]), data()[1]).backward()
@@ -419,6 +442,11 @@ REFUSED = {
     "LARS": (PART, lambda: each_weight(lambda w: torch.linalg.vector_norm(w.detach()))),
     "kaiming": (PART, lambda: each_weight(INIT.kaiming_uniform_)),
     "xavier": (PART, lambda: each_weight(INIT.xavier_normal_)),
+    "every linear layer drawn": (
+        PART,
+        lambda: each_linear(lambda layer: layer.weight.data.normal_(0, 0.02)),
+    ),
+    "a hook on a slice": ("a hook was added to 0 of Sequential", lambda: each_linear(normalised)),
     "orthogonal": (PART, lambda: each_weight(INIT.orthogonal_)),
     "eye": (PART, lambda: each_weight(INIT.eye_)),
     "truncated": (PART, lambda: each_weight(INIT.trunc_normal_)),

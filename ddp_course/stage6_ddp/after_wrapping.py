@@ -4,8 +4,8 @@ The reducer listens to the parameters that a model had when it was wrapped. Nobo
 gradients of others, which a model may get by `load_state_dict(…, assign=True)`, `layer.weight =
 Parameter(…)`, `parametrize`, an adapter in place of a layer, or when a frozen parameter is to be
 trained after all. So every forward pass with gradients looks whether the model has the same
-parameters, of the same dtypes. That takes a third of a microsecond for each layer, as it compares
-the contents of the layers' dicts in C.
+parameters, of the same dtypes. That takes half a microsecond for each layer, measured with 43
+layers, as it compares the contents of the layers' dicts in C.
 """
 
 import weakref

@@ -19,6 +19,11 @@ from .parts import PartOfParameter, refuse_with
 gather_chunks = wire.collective(allgather)
 NOTICE = 10.0  # A rank that has waited for the others for so many seconds says so.
 sum_chunks = wire.collective(reduce_scatter)
+NO_GRAPH = (
+    "no loss leads to the shards, as whole parameters have computed it, so their gradients would be"
+    " zeros or none: call backward() without `inputs`, and read shard.grad, the average; freeze"
+    " parameters before the model is wrapped"
+)
 
 
 class Shard(PartOfParameter):
@@ -33,6 +38,16 @@ class Shard(PartOfParameter):
     )
     no_hooks = "hooks on shards would never be called; add them to the parameters before wrapping"
     register_hook = register_post_accumulate_grad_hook = refuse_with(no_hooks)
+
+    @classmethod
+    def check(cls, name, function, args):
+        """Raise RuntimeError for a function to which no part may be given, or that differentiates.
+
+        A shard is in no graph.
+        """
+        if function in (torch.autograd.grad, torch.autograd.backward):
+            raise RuntimeError(NO_GRAPH)
+        super().check(name, function, args)
 
     @classmethod
     def takes(cls, tensor, values):

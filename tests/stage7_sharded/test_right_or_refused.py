@@ -246,6 +246,12 @@ def scaled_zero_1():
     scaler.step(optimizer)
 
 
+def asked(differentiate):
+    """Ask for gradients of the shards."""
+    parallel = sharded()
+    differentiate(parallel(INPUTS).sum(), [*parallel.parameters()])
+
+
 class Hidden:
     """An object that tensors hide in."""
 
@@ -264,6 +270,7 @@ def hides(wrap):
 
 
 SCALER = "GradScaler looks for infinite gradients on every rank for itself"
+NO_GRAPH = "no loss leads to the shards"
 ENDED = "has made the module an ordinary one"
 MEMORY = "lies in other memory than when its optimizer was made"
 ELSEWHERE = "is sharded, and whole only while its block computes"
@@ -361,6 +368,19 @@ REFUSED = {
     "a block of two dtypes": (
         "of several dtypes",
         lambda: sharded(Sequential(Sequential(Linear(5, 5), Linear(5, 5).double()))),
+    ),
+    "backward with inputs": (
+        NO_GRAPH,
+        lambda: asked(lambda loss, shards: loss.backward(inputs=shards)),
+    ),
+    "backward with one input": (
+        NO_GRAPH,
+        lambda: asked(lambda loss, shards: torch.autograd.backward([loss], inputs=shards[0])),
+    ),
+    "autograd.grad": (NO_GRAPH, lambda: asked(torch.autograd.grad)),
+    "autograd.grad of zeros": (
+        NO_GRAPH,
+        lambda: asked(partial(torch.autograd.grad, materialize_grads=True)),
     ),
     "a hook on a shard": (
         "never be called",
