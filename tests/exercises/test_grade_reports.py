@@ -165,6 +165,10 @@ def test_the_guide_promises_what_the_code_keeps():
     recipe = (root / "deploy" / "grading.sh").read_text()
     assert "--network none --read-only" in recipe
     assert "--cap-drop ALL" in recipe
+    record = json.loads((root / "results" / "bench_grade.json").read_text())
+    (measured,) = record["parts"]["throughput"]["rows"]
+    seconds = f"took {measured['seconds']:.0f} s on two quiet cores"
+    assert f"{seconds}, {measured['processor_seconds_per_submission']} processor seconds" in guide
 
 
 def a_class(folder):
