@@ -13,8 +13,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser("manyranks", description="Run torch.distributed programs.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    words = (command.__doc__ or "").partition("\n\n")
-    run = commands.add_parser("run", help=words[0], description=words[0], epilog=words[2])
+    summary, _, exit_codes = (command.__doc__ or "").partition("\n\n")
+    run = commands.add_parser("run", help=summary, description=summary, epilog=exit_codes)
     command.add_options(run)
     return command.main(parser.parse_args(arguments))
 

@@ -5,12 +5,13 @@ import math
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from .errors import NotFiniteError
 from .torch_inside import after_backward, backward_pass
 
 
-def watch_finite(model: nn.Module) -> list:
+def watch_finite(model: nn.Module) -> list[RemovableHandle]:
     """Check each gradient of `model` on this rank before it is averaged.
 
     Call this before wrapping the model. `backward()` then raises NotFiniteError with this rank and

@@ -108,23 +108,23 @@ def teach(text: str) -> str:
     A100, and so are the cycles for each flop. Raises EmulationError for other text.
     """
     name, _, words = text.partition("=")
-    rates = [word.strip() for word in words.split(",")]
-    more = rates[2:]
-    usual = ACCELERATORS["A100"]
-    if not (name.strip() and len(rates) > 1):
+    parts = [word.strip() for word in words.split(",")]
+    if not (name.strip() and len(parts) > 1):
         raise EmulationError(
             f'cannot read the accelerator "{text}"; write it like X1=500TFLOP/s,2TB/s or'
             " X1=500TFLOP/s,2TB/s,96GB,NVLink H100,3200Gbit"
         )
-    flops = units.flops_per_second(rates[0])
-    known = usual._replace(
-        rate=flops,
-        memory=units.bytes_per_second(rates[1]),
-        cycles=usual.cycles * flops / usual.rate,
+    flops, memory, *details = parts
+    usual = ACCELERATORS["A100"]
+    rate = units.flops_per_second(flops)
+    taught = usual._replace(
+        rate=rate,
+        memory=units.bytes_per_second(memory),
+        cycles=usual.cycles * rate / usual.rate,
     )
-    for word in more:
-        known = known._replace(**detail(word))
-    ACCELERATORS[name.strip()] = known
+    for word in details:
+        taught = taught._replace(**detail(word))
+    ACCELERATORS[name.strip()] = taught
     return name.strip()
 
 

@@ -26,16 +26,23 @@ class Call:
     line: stalls.Line
     end: int | None = None
 
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """When the transfer began and ended; None as long as nobody has waited for it."""
+        if self.end is None:
+            return None
+        return max(self.joined, self.end - self.duration), self.end
+
 
 @dataclass
 class Recording:
     """All that one rank did.
 
-    `busy` has the spans [start, end] in which each stream computed; spans that touch are one.
+    `busy` has the spans (start, end) in which each stream computed; spans that touch are one.
     `calls` has the messages and collectives, `steps` the moments of the optimizers' steps.
     """
 
-    busy: dict[int, list[list[int]]] = field(default_factory=dict)
+    busy: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
 
@@ -55,10 +62,12 @@ def note_operation(stream: int, start: int, end: int) -> None:
     if current is None or start == end:
         return
     spans = current.busy.setdefault(stream, [])
-    if spans and spans[-1][1] == start:
-        spans[-1][1] = end
-    else:
-        spans.append([start, end])
+    if spans:
+        last_start, last_end = spans[-1]
+        if last_end == start:
+            spans[-1] = (last_start, end)
+            return
+    spans.append((start, end))
 
 
 def note_call(name: str, ranks: tuple, nbytes: float, duration: int) -> Call | None:

@@ -132,11 +132,12 @@ class Table:
     ):
         self.hosts = hosts
         self.inside_bits_per_second = inside_bits_per_second
-        self.inside_byte = 8e12 / inside_bits_per_second
         self.bits_per_second = bits_per_second
+        # These are not rounded.
+        self.picoseconds_per_byte = 8e12 / bits_per_second
+        self.picoseconds_per_byte_inside = 8e12 / inside_bits_per_second
         self.latency_s = latency
         self.latency = round(latency * 1e12)
-        self.byte = 8e12 / bits_per_second  # the picoseconds of one byte, not rounded
         self.ranks = len(hosts)
         # Few ranks may have many threads each: the arbiter looks at all places.
         self.threads_per_rank = max(16, 256 // self.ranks)
@@ -211,12 +212,12 @@ class Table:
     def step_takes(self, nbytes: float, ranks: Any) -> int:
         """Return the picoseconds of a message of `nbytes` between these ranks, alone on its way."""
         if self.on_one_host(ranks):
-            return round(nbytes * self.inside_byte)
+            return round(nbytes * self.picoseconds_per_byte_inside)
         return self.latency + self.bytes_take(nbytes)
 
     def bytes_take(self, nbytes: float) -> int:
         """Return the picoseconds of `nbytes` on a link between hosts."""
-        return round(nbytes * self.byte)
+        return round(nbytes * self.picoseconds_per_byte)
 
     def own_threads(self) -> range:
         """Return the slots of this rank's places, which are indices in `places`."""

@@ -7,6 +7,8 @@ from .. import presets, units
 from ..errors import EmulationError
 from .emulation import Emulation
 
+EXAMPLE = "products=0.75,attention=0.6,memory=0.9,launch=30us"  # of a Reach
+
 
 class Reach(NamedTuple):
     """What kernels reach of a device.
@@ -30,7 +32,9 @@ class Reach(NamedTuple):
         for word in text.split(","):
             name, _, value = word.strip().partition("=")
             if name not in cls._fields:
-                raise EmulationError(f'"{word}" is none of {", ".join(cls._fields)}, as in {REACH}')
+                raise EmulationError(
+                    f'"{word}" is none of {", ".join(cls._fields)}, as in {EXAMPLE}'
+                )
             if name == "launch":
                 found[name] = units.seconds(value)
                 continue
@@ -39,11 +43,8 @@ class Reach(NamedTuple):
             except ValueError:
                 found[name] = 0.0
             if not 0 < found[name] <= 1:
-                raise EmulationError(f'"{word}" is no share above 0 and up to 1, as in {REACH}')
+                raise EmulationError(f'"{word}" is no share above 0 and up to 1, as in {EXAMPLE}')
         return cls(**found)
-
-
-REACH = "products=0.75,attention=0.6,memory=0.9,launch=30us"
 
 
 FULL = Reach()
@@ -62,12 +63,16 @@ class Device:
     range, and for a name that nobody knows.
     """
 
-    def __init__(self, rate, memory=None, streams=False, reach=FULL):
-        self.name = None
-        self.link = None
+    def __init__(
+        self, rate: str, memory: str | None = None, streams: bool = False, reach: Reach = FULL
+    ):
+        self.name: str | None = None
+        self.link: Any = None
         self.streams = streams
         self.reach = reach
-        self.capacity = None  # the bytes of its memory, which count where tensors have sizes only
+        # These bytes of its memory count where tensors have sizes only.
+        self.capacity: float | None = None
+        self.memory: float | None = None
         known = presets.accelerator(rate)
         if known is not None:
             self.name = rate
@@ -76,7 +81,6 @@ class Device:
             self.capacity = 1e9 * known.capacity_gb
         else:
             self.rate = presets.rate(rate)
-            self.memory = None
         if memory is not None:
             self.memory = units.bytes_per_second(memory)
 
@@ -129,8 +133,9 @@ def for_ranks(device: Any, world_size: int) -> list[Device]:
     devices = list(device) if isinstance(device, (list, tuple)) else [device] * world_size
     wrong = [each for each in devices if not isinstance(each, Device)]
     if wrong:
+        first, *_ = wrong
         raise EmulationError(
-            f'{wrong[0]!r} is no Device; write Device("2GFLOP/s"), or a list with one for each rank'
+            f'{first!r} is no Device; write Device("2GFLOP/s"), or a list with one for each rank'
         )
     if len(devices) != world_size:
         raise EmulationError(

@@ -76,7 +76,8 @@ class Emulation:
         self.free_at: dict[int, int] = defaultdict(int)
         self.busy: dict[int, float] = defaultdict(float)
         self.home = WeakKeyDictionary()  # the device numbers of storages that are not on device 0
-        self.flops = self.copied = 0.0
+        self.flops = 0.0
+        self.copied = 0.0  # bytes between devices
 
     def __enter__(self):
         if Emulation.current is not None:

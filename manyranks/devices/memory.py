@@ -1,6 +1,7 @@
 """Counts what a rank's tensors take of its device's memory, by their live storages."""
 
 import gc
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -56,7 +57,7 @@ class Memory:
 
     def count(self, key: int, nbytes: int) -> None:
         """Note how many bytes a storage takes now; raises OutOfMemoryError beyond the capacity."""
-        whole = -(-nbytes // BLOCK) * BLOCK
+        whole = math.ceil(nbytes / BLOCK) * BLOCK
         self.live += whole - self.sizes.get(key, 0)
         self.sizes[key] = whole
         if self.live > self.collect_beyond:

@@ -30,7 +30,7 @@ ALONE = {
 }
 
 
-def join(device: str = "auto", timeout: float = 1800.0) -> tuple:
+def join(device: str = "auto", timeout: float = 1800.0) -> tuple[int, int]:
     """Bring up the process group of this process's job; return (rank, world size).
 
     `device` is as in `launch`, for the ranks of each machine; a collective may take `timeout`

@@ -81,9 +81,11 @@ def check_arguments(fn: Any, args: tuple, kwargs: dict) -> None:
 
     Raises TypeError if the function does not take that argument.
     """
-    if len(args) != 1 or type(args[0]) is not int or not callable(fn):
+    if len(args) != 1 or not callable(fn):
         return
-    number = args[0]
+    [number] = args
+    if type(number) is not int:
+        return
     name = getattr(fn, "__name__", "fn")
     advice = f"for {number} ranks write world_size={number}"
     try:
@@ -152,7 +154,8 @@ def pack_call(fn: Callable, args: tuple, kwargs: dict) -> IO[bytes]:
     for name, entry in list(linecache.cache.items()):
         # An entry has size, time, lines and path; before its source was read it has only a loader.
         if len(entry) == 4 and not os.path.exists(name):
-            sources[name] = "".join(entry[2])
+            _, _, lines, _ = entry
+            sources[name] = "".join(lines)
     if not callable(fn):
         raise TypeError(
             "launch takes the function itself, as in launch(train, …), not what it returned:"

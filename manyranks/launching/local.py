@@ -175,8 +175,8 @@ class Ranks:
         for pipe in self.orders:
             send(pipe, Leave())
 
-    def inspect(self, pids: dict[int, int]) -> tuple[dict, dict, dict]:
-        """Return the states of processes, the stacks and the last collectives, each by rank."""
+    def inspect(self, pids: dict[int, int]) -> stacks.Traces:
+        """Return what the ranks, whose process ids are `pids`, do at this moment."""
         for pid in pids.values():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
@@ -184,7 +184,7 @@ class Ranks:
         statuses = {rank: stacks.status_of(pid) for rank, pid in pids.items()}
         dumps = {rank: text_in(file) for rank, file in self.stacks.items()}
         calls = flight_recorder.calls(self.recorder.fileno(), self.setting.world_size)
-        return statuses, dumps, calls
+        return stacks.Traces(statuses, dumps, calls)
 
     def close(self) -> None:
         """Kill what still runs, wait for its end, read the last lines, and close all files."""

@@ -82,9 +82,10 @@ class RanksMagic(Magics):
         world_size = check_request(options.world_size, options.device, options.timeout, None)
         with pack_call(run_cell, (cell, filename, pull), given) as call:
             setting = describe_launch(world_size, options.device, options.timeout, call=call)
-            results = RankByRank(setting).run(call)
-        self.shell.push(results[0])
-        if missing := [name for name in pull if name not in results[0]]:
-            raise UsageError(
-                f'"{missing[0]}" is to be pulled, but the cell assigned no such name on rank 0'
-            )
+            pulled, *_ = RankByRank(setting).run(call)
+        self.shell.push(pulled)
+        for name in pull:
+            if name not in pulled:
+                raise UsageError(
+                    f'"{name}" is to be pulled, but the cell assigned no such name on rank 0'
+                )

@@ -57,7 +57,9 @@ class Setting:
     progress: Progress
     sizes_only: bool  # whether tensors have no values, so that nothing is computed
     answer: float | None  # with `sizes_only`, the number for a program that asks for a value
-    computes: bool  # whether ranks surely train, so that what optimizers need is imported before
+    # Whether ranks surely train something, so that what optimizers need is imported before: they
+    # do if the request has an emulated device, a bar, or sizes only.
+    computes: bool
 
 
 class Surroundings(NamedTuple):

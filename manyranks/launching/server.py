@@ -77,8 +77,9 @@ def serve(control: socket.socket, forks: bool) -> None:
             # Without a request the caller has closed the socket.
             if not request:
                 break
-            connection = socket.socket(fileno=descriptors[0])
-            with open(descriptors[1], "rb") as setting:
+            connection_file, setting_file = descriptors
+            connection = socket.socket(fileno=connection_file)
+            with open(setting_file, "rb") as setting:
                 surroundings = pickle.load(setting)
                 if forks:
                     last_read = read_packages(surroundings.packages, last_read)

@@ -5,8 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import IO
 
-from manyranks import this_torch
-
+from .. import this_torch
 from ..devices.device import Device, for_ranks
 from ..devices.placement import placement, say_sharing, usable_gpus
 from ..errors import EmulationError
@@ -79,12 +78,7 @@ def describe_launch(
     if gpus:
         say_sharing(world_size, gpus=len(set(devices)))
     if link is not None:
-        link.check(world_size, backend)
-        if sizes_only and link.mode != "virtual":
-            raise EmulationError(
-                "with sizes only there is nothing to send over real sockets: choose a link whose"
-                ' mode is "virtual"'
-            )
+        check_link(link, world_size, backend, sizes_only)
     return Setting(
         world_size=world_size,
         start=start_method(),
@@ -98,9 +92,18 @@ def describe_launch(
         progress=progress,
         sizes_only=sizes_only,
         answer=answer,
-        # Whoever asks for one of these trains something.
         computes=bool(emulated or progress or sizes_only),
     )
+
+
+def check_link(link: EmulatedLink, world_size: int, backend: str, sizes_only: bool) -> None:
+    """Raise EmulationError if a launch of this kind can never have this link."""
+    link.check(world_size, backend)
+    if sizes_only and link.mode != "virtual":
+        raise EmulationError(
+            "with sizes only there is nothing to send over real sockets: choose a link whose"
+            ' mode is "virtual"'
+        )
 
 
 def threads_of_a_rank(world_size: int) -> int:

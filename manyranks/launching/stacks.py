@@ -4,6 +4,7 @@ import re
 import sys
 import time
 import traceback
+from collections.abc import Container
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,26 @@ TORCH = "/torch/distributed/distributed_c10d.py"
 LIBRARY = ("/torch/distributed/c10d_logger.py", "/threading.py", "/concurrent/futures/thread.py")
 
 
+class Frame(NamedTuple):
+    """A line that a thread is in, and the name of the function around it."""
+
+    file: str
+    line: int
+    function: str
+
+
+class Traces(NamedTuple):
+    """What shows from outside what ranks do, each by rank.
+
+    These are the states of their processes in words, the stacks that faulthandler wrote, and the
+    calls of the flight recorder.
+    """
+
+    statuses: dict[int, str]
+    dumps: dict[int, str]
+    calls: dict[int, list[flight_recorder.Call]]
+
+
 class Missing(NamedTuple):
     """A collective in words, the ranks that wait in it, and those that have not entered it."""
 
@@ -37,26 +58,24 @@ class Missing(NamedTuple):
 
 
 def describe_ranks(
-    world_size: int, results: dict, statuses: dict, dumps: dict, calls: dict
-) -> tuple[list, str]:
+    world_size: int, finished: Container[int], traces: Traces
+) -> tuple[list[RankState], str]:
     """Return the RankState of every rank, and a sentence about those that hold up the others.
 
     Ranks hold up the others if they did not enter the collective that the others wait in; their
-    states come first. The dicts are by rank: results of finished ranks, states of processes in
-    words, stacks that faulthandler wrote, and calls of the flight recorder.
+    states come first. The `finished` ranks have returned.
     """
     states = []
     torch_calls = {}
     for rank in range(world_size):
-        dump = dumps.get(rank, "")
+        dump = traces.dumps.get(rank, "")
         torch_calls[rank] = entered_in_torch(dump)
-        if rank in results:
+        status = traces.statuses.get(rank, "not started yet")
+        if rank in finished:
             status = "finished, waiting for the others"
-        else:
-            status = statuses.get(rank, "not started yet")
-        collective = last_collective(calls.get(rank, []), torch_calls[rank])
+        collective = last_collective(traces.calls.get(rank, []), torch_calls[rank])
         states.append(RankState(rank, status, collective, as_traceback(dump)))
-    missing = missing_from_ours(calls) or missing_from_torchs(torch_calls)
+    missing = missing_from_ours(traces.calls) or missing_from_torchs(torch_calls)
     if missing is None:
         return states, ""
     culprits = enumerate_ranks(missing.absent, "has", "have")
@@ -68,9 +87,9 @@ def describe_ranks(
 def entered_in_torch(dump: str) -> str:
     """Return the public function of torch.distributed that a rank is in; "" if it is in none."""
     for frames in parse(dump):
-        for file, _, name in frames:
-            if file.endswith(TORCH) and not name.startswith("_"):
-                return name
+        for frame in frames:
+            if frame.file.endswith(TORCH) and not frame.function.startswith("_"):
+                return frame.function
     return ""
 
 
@@ -140,22 +159,21 @@ def status_of(pid: int) -> str:
     return STATUS.get(state[:1], "waiting")
 
 
-def parse(dump: str) -> list:
+def parse(dump: str) -> list[list[Frame]]:
     """Return the threads of a dump that run the caller's code, the main one first.
 
-    Each thread is a list of frames (file, line, function), the most recent one last, as in a
-    traceback. Frames of the launcher and of what called it, of the starts of threads, and of
-    torch's logger of collectives are left out.
+    The most recent frame of each thread is the last, as in a traceback. Frames of the launcher and
+    of what called it, of the starts of threads, and of torch's logger of collectives are left out.
     """
-    threads = []
+    threads: list[list[Frame]] = []
     _, *parts = dump.split("(most recent call first):")
     for part in parts:
-        frames = []
+        frames: list[Frame] = []
         for file, line, function in FRAME.findall(part):
             if file in own_code.CALLING:
                 break
             if not file.endswith(LIBRARY):
-                frames.insert(0, (file, int(line), function))
+                frames.insert(0, Frame(file, int(line), function))
         if frames:
             # faulthandler writes the main thread last.
             threads.insert(0, frames)
@@ -166,5 +184,5 @@ def as_traceback(dump: str) -> str:
     """Return the frames of a dump as Python's tracebacks show them, with the lines of source."""
     frames = []
     for thread in parse(dump):
-        frames += [(file, line, function, None) for file, line, function in thread]
+        frames += [(*frame, None) for frame in thread]
     return "".join(traceback.format_list(frames)).rstrip()

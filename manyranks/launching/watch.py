@@ -3,7 +3,7 @@
 import time
 from typing import IO
 
-from ..errors import DeadlockError, LaunchError, LaunchTimeout, RankError
+from ..errors import DeadlockError, LaunchError, LaunchTimeout, RankError, RankState
 from . import stacks
 from .bar import Bar
 from .decision import (
@@ -39,7 +39,9 @@ class Launch:
         self.phase = Phase(Stage.STARTING, now, setting.world_size, setting.timeout)
         self.events: list[Event] = []
         self.ending: Ending | None = None
-        self.hang: tuple[list, str] = ([], "")  # if time was up, what each rank did, and the cause
+        # If time was up, these say what each rank did, and for which ranks the others waited.
+        self.states: list[RankState] = []
+        self.cause = ""
 
     def print(self, rank: int, stream: str, text: str) -> None:
         """Show a line that a rank has printed, on the caller's own "stdout" or "stderr"."""
@@ -66,11 +68,9 @@ class Launch:
                 self.ranks.let_go()
             self.phase = phase
         if isinstance(self.ending, TimedOut):
-            results = results_of(self.events)
-            statuses, dumps, calls = self.ranks.inspect(pids_of(self.events))
-            self.hang = stacks.describe_ranks(
-                self.phase.world_size, results, statuses, dumps, calls
-            )
+            left = self.ranks.inspect(pids_of(self.events))
+            finished = results_of(self.events).keys()
+            self.states, self.cause = stacks.describe_ranks(self.phase.world_size, finished, left)
 
     def close(self) -> None:
         """End the processes that still run, and close the ranks' files and the bar."""
@@ -97,7 +97,7 @@ class Launch:
             case Refused(error):
                 raise error
             case TimedOut():
-                raise LaunchTimeout(self.phase.timeout, *self.hang)
+                raise LaunchTimeout(self.phase.timeout, self.states, self.cause)
         reason = self.ranks.explain()
         colon = ": " if reason else ""
         raise LaunchError(f"the ranks were ended from outside, launch again{colon}{reason}")

@@ -2,6 +2,7 @@
 
 from .. import presets, units
 from ..errors import EmulationError
+from ..launching.protocol import Network
 from . import modes
 
 SLOWEST = 1e6  # With fewer bits per second the ranks would need minutes to find each other.
@@ -20,7 +21,14 @@ class Link:
     values are possible.
     """
 
-    def __init__(self, bandwidth="200Mbit", latency="0ms", hosts=None, mode="virtual", inside=None):
+    def __init__(
+        self,
+        bandwidth: str = "200Mbit",
+        latency: str = "0ms",
+        hosts: int | None = None,
+        mode: str = "virtual",
+        inside: str | None = None,
+    ):
         self.bandwidth = presets.bandwidth(bandwidth)
         if self.bandwidth < SLOWEST:
             raise EmulationError(
@@ -71,7 +79,9 @@ class Link:
         count = self.hosts or world_size
         host_of_rank = [rank * count // world_size for rank in range(world_size)]
         inside = {"inside": self.inside} if self.inside else {}
-        self.network = self.mode_class(host_of_rank, self.bandwidth, self.latency, **inside)
+        self.network: Network = self.mode_class(
+            host_of_rank, self.bandwidth, self.latency, **inside
+        )
 
     def describe(self) -> dict:
         """Return the link for JSON: mode, bandwidths (bits per second), latency (s) and hosts."""

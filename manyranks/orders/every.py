@@ -60,7 +60,9 @@ def is_doubt(event: Event) -> bool:
     return event.kind == "doubt"
 
 
-def run(seeds: Iterable, world_size: int, *program: Any, timeout: float = 300.0) -> tuple:
+def run(
+    seeds: Iterable, world_size: int, *program: Any, timeout: float = 300.0
+) -> tuple[list[Event], list]:
     """Run the program once for each seed; the seed None is for a run without delays.
 
     `program` is a function, its arguments and its keyword arguments. Return the events, by time,
@@ -87,11 +89,16 @@ def run(seeds: Iterable, world_size: int, *program: Any, timeout: float = 300.0)
     events = [read_event(line) for line in lines]
     if isinstance(failure, DeadlockError):
         events += stops_in(failure)
-    events.sort(key=lambda event: event[:4])
+    events.sort(key=order_of_event)
     if failure and not faults_in(events):
         raise failure
     # The results come by rank, and are returned by seed.
     return events, list(zip(*results, strict=True))
+
+
+def order_of_event(event: Event) -> tuple:
+    """Return what events are sorted by."""
+    return event.moment, event.rank, event.kind, event.text
 
 
 def read_event(text: str) -> Event:

@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, ExitStack, contextmanager
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import IO, Any, NamedTuple
 
 import torch
@@ -43,6 +44,7 @@ from ..torch_inside import (
     around,
     is_wrapper,
     parts_of,
+    replaced,
     tensors_in,
     tree_map_only,
     without_modes,
@@ -421,14 +423,14 @@ def overlap(sent: range, tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() or any(overlap(sent, row) for row in tensor)
 
 
-# Python keeps an audit hook for ever; this has the watch that hears it, or None.
-listening: list = []
+# Python keeps an audit hook for ever, so all watches share one, which tells the present watch.
+audit: Any = SimpleNamespace(is_hooked=False, watch=None)
 
 
 def hear(event: str, args: tuple) -> None:
     """Tell the watch, if there is one, that Python is about to do something."""
-    if listening[0] is not None:
-        listening[0].heard(event, args)
+    if audit.watch is not None:
+        audit.watch.heard(event, args)
 
 
 @contextmanager
@@ -457,13 +459,12 @@ def watching(watch: Watch) -> Iterator[None]:
     hooks.append((clocks_group.Group, "recv_anysource", receives))
     hooks += [(dist.Store, name, watch.store) for name in STORE]
     hooks += [(time, name, watch.clock) for name in CLOCKS]
-    if not listening:
-        listening.append(None)
+    if not audit.is_hooked:
+        audit.is_hooked = True
         sys.addaudithook(hear)
     with ExitStack() as stack:
         for hook in hooks:
             stack.enter_context(around(*hook))
         stack.enter_context(watch)
-        listening[0] = watch
-        stack.callback(listening.__setitem__, 0, None)
+        stack.enter_context(replaced(audit, "watch", watch))
         yield

@@ -77,14 +77,17 @@ class Verdict:
         ranks = self.ranks or sorted({event.rank for event in self.events})
         events = [event for event in self.events if event.rank in ranks]
         lines = [repr(self)]
-        for moment, rank, kind, text, places, _ in events[-MOST_OF_A_RANK * len(ranks) :]:
-            indent = "    " * ranks.index(rank)
+        for event in events[-MOST_OF_A_RANK * len(ranks) :]:
+            moment = f"{1000 * event.moment:10.3f} ms"
+            indent = "    " * ranks.index(event.rank)
+            happened = event.kind
             # The text of a fault is long, and stands in the first line.
-            happened = f"{kind} {text}" if kind in ("post", "wait") else kind
-            place = ""
-            if places:
-                place = f"  ({places[-1].place})"
-            lines.append(f"{1000 * moment:10.3f} ms  {indent}rank {rank}: {happened}{place}")
+            if event.kind in ("post", "wait"):
+                happened += f" {event.text}"
+            if event.lines:
+                *_, last_line = event.lines
+                happened += f"  ({last_line.place})"
+            lines.append(f"{moment}  {indent}rank {event.rank}: {happened}")
         return "\n".join(lines)
 
 
@@ -110,7 +113,7 @@ def judge(
     if faults:
         # A rank that stops at another fault leaves the others in a deadlock, so that comes second.
         causes = [event for event in faults if event.kind != "deadlock"]
-        fault = (causes or faults)[0]
+        fault, *_ = causes or faults
         happened = [event for event in events if event.kind in ("post", "wait", fault.kind)]
         parts = [fault]
         if fault.kind == "deadlock":

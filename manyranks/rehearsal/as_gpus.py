@@ -22,13 +22,16 @@ from ..devices.memory import Memory
 from ..torch_inside import around, replaced
 
 PROCESSOR = torch.device("cpu")
+H100_CAPABILITY = (9, 0)
+H100_MEMORY = 80e9  # bytes
+H100_MULTIPROCESSORS = 132
 
 
 def on_processor(value: Any) -> Any:
     """Return the processor for a GPU, and any other value as it is."""
     if isinstance(value, torch.device) and value.type == "cuda":
         return PROCESSOR
-    if isinstance(value, str) and value.partition(":")[0] == "cuda":
+    if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
         return "cpu"
     return value
 
@@ -37,38 +40,38 @@ class OnProcessor(TorchFunctionMode):
     """A mode in which functions of torch get the processor where they are given a GPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.pin_memory:
-            return args[0]
-        if func is torch.device and on_processor(args[0]) != args[0]:
+        first = args[0] if args else None
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+            return first
+        if func is torch.device and on_processor(first) != first:
             # There is one processor, whatever the number of the GPU is.
             return PROCESSOR
-        changed = [on_processor(value) for value in args]
-        named = {name: on_processor(value) for name, value in (kwargs or {}).items()}
-        return func(*changed, **named)
+        return redirected(func, *args, **(kwargs or {}))
 
 
 def redirected(run: Callable, *args: Any, **kwargs: Any) -> Any:
     """Return `run(…)` with the processor in place of GPUs."""
     changed = [on_processor(value) for value in args]
-    return run(*changed, **{name: on_processor(value) for name, value in kwargs.items()})
+    named = {name: on_processor(value) for name, value in kwargs.items()}
+    return run(*changed, **named)
 
 
 def without(*names: str) -> Callable:
     """Return a hook around a function that leaves these arguments out, and GPUs too."""
 
     def hook(run: Callable, *args: Any, **kwargs: Any) -> Any:
-        return redirected(run, *args, **{k: v for k, v in kwargs.items() if k not in names})
+        kept = {name: value for name, value in kwargs.items() if name not in names}
+        return redirected(run, *args, **kept)
 
     return hook
 
 
 def ddp(run: Callable, wrapper: Any, module: Any, *more: Any, **kwargs: Any) -> None:
     """Make torch's DDP of a module on the processor, which takes no numbers of devices."""
-    rest = more[2:]  # The first two are the devices.
-    places = {name: kwargs.pop(name, None) for name in ("device_ids", "output_device")}
-    run(wrapper, module, *(None for _ in places if rest), *rest, **kwargs)
+    kwargs.pop("device_ids", None)
+    kwargs.pop("output_device", None)
+    devices = [None, None][: len(more)]  # The first two arguments after the module are these, too.
+    run(wrapper, module, *devices, *more[2:], **kwargs)
 
 
 def autocast(run: Callable, context: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
@@ -80,7 +83,13 @@ def autocast(run: Callable, context: Any, device_type: str, *args: Any, **kwargs
 
 def compiled(run: Callable, model: Any = None, **options: Any) -> Any:
     """Return a model or a function as it is: it would be compiled for the processor."""
-    return (lambda function: function) if model is None else model
+    # With options alone it is a decorator.
+    return as_it_is if model is None else model
+
+
+def as_it_is(function: Callable) -> Callable:
+    """Return a function, in place of the compiled one."""
+    return function
 
 
 def memory_live(device: Any = None) -> int:
@@ -99,13 +108,15 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 
 def answers(device: Any, local_rank: int, per_host: int) -> dict[str, Any]:
     """Return functions that answer for those of `torch.cuda`, by their names."""
-    capacity = int(device.capacity or 80e9)
+    # Where an emulated device has no such number, it answers with the H100's.
+    major, minor = H100_CAPABILITY
+    capacity = int(device.capacity or H100_MEMORY)
     properties = SimpleNamespace(
         name=str(device.name or device),
         total_memory=capacity,
-        major=9,
-        minor=0,
-        multi_processor_count=132,
+        major=major,
+        minor=minor,
+        multi_processor_count=H100_MULTIPROCESSORS,
     )
     fixed = {
         "is_available": True,
@@ -114,7 +125,7 @@ def answers(device: Any, local_rank: int, per_host: int) -> dict[str, Any]:
         "device_count": per_host,
         "current_device": local_rank,
         "get_device_name": properties.name,
-        "get_device_capability": (9, 0),
+        "get_device_capability": H100_CAPABILITY,
         "get_device_properties": properties,
     }
     functions: dict[str, Any] = {}

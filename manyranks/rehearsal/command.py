@@ -10,12 +10,12 @@ import os
 import sys
 from pathlib import Path
 
-from ..devices.device import FULL, REACH, Device, Reach
+from ..devices.device import EXAMPLE, FULL, Device, Reach
 from ..errors import EmulationError, LaunchError
 from .picture import picture
 from .rehearse import Request, orders_of, rehearse
 from .report import Report
-from .script import location
+from .script import find_script
 from .trace import trace
 
 FAILED = 1
@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reach",
         metavar="SHARES",
-        help=f"what kernels reach of the device, as in {REACH} (default: all of it)",
+        help=f"what kernels reach of the device, as in {EXAMPLE} (default: all of it)",
     )
     parser.add_argument("--link", help="between ranks: NVLink, 100Gbit, … (default: no time)")
     parser.add_argument("--hosts", type=int, metavar="N", help="hosts, with as many ranks each")
@@ -74,7 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Rehearse as the options say; return the exit code."""
     try:
-        args.file, _ = location(args.script, args.module)
+        args.file = find_script(args.script, args.module).file
         request = request_of(args)
         report = rehearse(args.script, args.arguments, request)
         print(report.words())

@@ -27,7 +27,7 @@ from ..errors import (
     RankError,
     Wait,
 )
-from .script import Told, run_script
+from .script import Script, Told, run_script
 
 ALL = "leave out --fold, and all ranks are run"
 UNLIKE = (
@@ -102,7 +102,7 @@ class Folded(Group):
 
 
 def run_folded(
-    path: tuple, arguments: list[str], device: Any, per_host: int, link: Any, ranks: int
+    script: Script, arguments: list[str], device: Any, per_host: int, link: Any, ranks: int
 ) -> Told:
     """Run the script as the first or the last of `ranks` ranks; return what it did."""
     is_last = dist.get_rank() == 1
@@ -118,19 +118,23 @@ def run_folded(
     with ExitStack() as stack:
         if is_last:  # What it prints would have another rank's name.
             stack.enter_context(redirect_stdout(io.StringIO()))
-        return run_script(path, arguments, device, per_host)
+        return run_script(script, arguments, device, per_host)
 
 
 def check_alike(told: list[Told], rank: int) -> None:
     """Raise an EmulationError where the last `rank` communicates otherwise than the first one."""
     first, last = told
     for mine, other in zip(first.calls, last.calls, strict=True):
-        if mine[:4] != other[:4]:
-            name, _, nbytes, (file, line, text), *_ = mine
+        if what_is_sent(mine) != what_is_sent(other):
             raise EmulationError(
-                f"{file} line {line}: {text}: rank 0 calls {name} of {nbytes:.0f} bytes, rank"
-                f" {rank} calls {other[0]} of {other[2]:.0f} bytes: they are not alike; {ALL}"
+                f"{mine.line}: rank 0 calls {mine.name} of {mine.nbytes:.0f} bytes, rank {rank}"
+                f" calls {other.name} of {other.nbytes:.0f} bytes: they are not alike; {ALL}"
             )
+
+
+def what_is_sent(call: recording.Call) -> tuple:
+    """Return what must be alike on ranks of which one stands for the other."""
+    return call.name, call.ranks, call.nbytes, call.line
 
 
 def with_last(error: LaunchError, rank: int) -> LaunchError:

@@ -13,7 +13,7 @@ from ..orders.every import every_order
 from ..orders.verdict import Verdict
 from .folding import check_alike, run_folded, with_last
 from .report import Report
-from .script import location, run_for_orders, run_script
+from .script import find_script, run_for_orders, run_script
 
 
 @dataclass
@@ -86,12 +86,15 @@ def rehearse(path: str, arguments: list[str], request: Request) -> Report:
 
     Raises the errors of `launch`.
     """
-    script = (location(path, request.module), arguments, request.device, request.per_host)
+    script = find_script(path, request.module)
     folded = (request.emulated, request.ranks) if request.fold else ()
     try:
         told = launch(
             run_folded if request.fold else run_script,
-            *script,
+            script,
+            arguments,
+            request.device,
+            request.per_host,
             *folded,
             world_size=2 if request.fold else request.ranks,
             device=request.device,
@@ -120,5 +123,8 @@ def orders_of(path: str, arguments: list[str], request: Request) -> Verdict:
         raise ValueError("orders are compared by values: leave out --sizes-only, or --orders")
     device = copy(request.device)
     device.streams = False
-    script = (location(path, request.module), arguments, device, request.per_host)
-    return every_order(run_for_orders, *script, world_size=request.ranks)
+    script = find_script(path, request.module)
+    per_host = request.per_host
+    return every_order(
+        run_for_orders, script, arguments, device, per_host, world_size=request.ranks
+    )

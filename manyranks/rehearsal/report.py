@@ -78,9 +78,15 @@ class Report:
             sending = spans.within(self.sent(told), start, end)
             exposed = spans.outside(sending, busy)
             computing = spans.length(busy)
-            parts = (computing, spans.length(sending) - exposed, exposed)
-            waiting = end - start - computing - exposed
-            steps.append(Step(rank, *(part / 1e12 for part in (end - start, *parts, waiting))))
+            step = Step(
+                rank,
+                seconds=(end - start) / 1e12,
+                computing=computing / 1e12,
+                hidden=(spans.length(sending) - exposed) / 1e12,
+                exposed=exposed / 1e12,
+                waiting=(end - start - computing - exposed) / 1e12,
+            )
+            steps.append(step)
         return steps
 
     def busy(self, told: Told) -> spans.Spans:
@@ -89,7 +95,7 @@ class Report:
 
     def sent(self, told: Told) -> spans.Spans:
         """Return when a rank sends or receives, as far as somebody waited for that."""
-        return spans.union(call[5:7] for call in told.calls if call[6] is not None)
+        return spans.union(call.span for call in told.calls if call.span)
 
     def sites_of(self, step: Step) -> list[Site]:
         """Return the sites at which the rank of the last step communicates in that step."""
@@ -97,15 +103,18 @@ class Report:
         start, end = self.window(step.rank, len(self.steps) - 1)
         busy = self.busy(told)
         sites: dict[tuple, Site] = {}
-        for name, ranks, nbytes, place, joined, begun, ended in told.calls:
-            if ended is None or not start <= joined < end:
+        for call in told.calls:
+            if call.span is None or not start <= call.joined < end:
                 continue
-            site = sites.setdefault((name, len(ranks), place), Site(name, len(ranks), *place))
-            span = [(begun, ended)]
+            begun, ended = call.span
+            line = call.line
+            members = len(call.ranks)
+            new = Site(call.name, members, line.file, line.number, line.text)
+            site = sites.setdefault((call.name, members, line), new)
             site.times += 1
-            site.nbytes += nbytes
+            site.nbytes += call.nbytes
             site.seconds += (ended - begun) / 1e12
-            site.exposed += spans.outside(span, spans.within(busy, begun, ended)) / 1e12
+            site.exposed += spans.outside([call.span], spans.within(busy, begun, ended)) / 1e12
         return sorted(sites.values(), key=lambda site: -site.exposed)
 
     def summary(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.optim.optimizer import (
@@ -25,9 +25,17 @@ from ..devices.memory import Memory
 from ..devices.sizes import Counted
 from ..joining import join
 from ..torch_inside import replaced
+from . import spans
 from .as_gpus import as_gpus
 
 PATIENCE_S = 60.0  # Under --sizes-only a rank may be busy for long while virtual time stands still.
+
+
+class Script(NamedTuple):
+    """The file of a script and, if it is given by a module's name, its package."""
+
+    file: str
+    package: str | None = None
 
 
 @dataclass
@@ -35,21 +43,18 @@ class Told:
     """What one rank tells of its run; all moments are picoseconds.
 
     `steps` are the moments at which its optimizers had made their steps, `busy` the spans in which
-    each stream computed. `calls` are its collectives and messages as (name, ranks, bytes, line,
-    joined, start, end), where `start` and `end` are None if nobody waited.
+    each stream computed, and `calls` its collectives and messages.
     """
 
     steps: list[int] = field(default_factory=list)
-    busy: dict[int, list] = field(default_factory=dict)
-    calls: list[tuple] = field(default_factory=list)
+    busy: dict[int, spans.Spans] = field(default_factory=dict)
+    calls: list[recording.Call] = field(default_factory=list)
     peak: int = 0
     ended: int = 0
     made_group: bool = False
 
 
-def run_script(
-    path: tuple[str, str | None], arguments: list[str], device: Any, per_host: int
-) -> Told:
+def run_script(script: Script, arguments: list[str], device: Any, per_host: int) -> Told:
     """Run the script as this rank's `__main__`; return what it did.
 
     The patches here end with the rank's process.
@@ -70,20 +75,13 @@ def run_script(
         # These warnings are about versions of torch, or the processor, not about the script.
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings("ignore", ".*(on cpu device mesh|no accelerator is found)")
-        execute(path, arguments)
+        execute(script, arguments)
     streams.synchronize()
     told.peak = Memory.current.peak if Memory.current else memory.peak
     told.busy = recorded.busy
-    told.calls = [call_of(call) for call in recorded.calls]
+    told.calls = recorded.calls
     told.ended = clocks.moment()
     return told
-
-
-def call_of(call: recording.Call) -> tuple:
-    """Return a recorded call as the tuple that `Told` has."""
-    start = None if call.end is None else max(call.joined, call.end - call.duration)
-    place = (call.line.file, call.line.number, call.line.text)
-    return (call.name, call.ranks, call.nbytes, place, call.joined, start, call.end)
 
 
 def variables(rank: int, world_size: int, per_host: int) -> dict[str, str]:
@@ -154,38 +152,35 @@ def steps_noted(told: Told) -> Iterator[None]:
             hook.remove()
 
 
-def location(script: str, is_module: bool) -> tuple[str, str | None]:
-    """Return the file of a script and, if it is given by a module's name, its package.
-
-    Raises ValueError if there is none.
-    """
+def find_script(name: str, is_module: bool) -> Script:
+    """Return the script with this path, or this module's name; raises ValueError without one."""
     if not is_module:
-        path = Path(script).resolve()
+        path = Path(name).resolve()
         if not path.is_file():
-            raise ValueError(f"there is no file {script}")
-        return str(path), None
+            raise ValueError(f"there is no file {name}")
+        return Script(str(path))
     sys.path.insert(0, os.getcwd())
     try:
-        spec = importlib.util.find_spec(script)
+        spec = importlib.util.find_spec(name)
     except ImportError:
         spec = None
     finally:
         sys.path.pop(0)
     if spec is None or not spec.has_location:
-        raise ValueError(f"there is no module {script}")
-    return str(spec.origin), spec.parent
+        raise ValueError(f"there is no module {name}")
+    return Script(str(spec.origin), spec.parent)
 
 
-def execute(location: tuple[str, str | None], arguments: list[str]) -> None:
-    """Run a file as `__main__` with these arguments; `sys.exit()` without an error ends it."""
-    path, package = location
+def execute(script: Script, arguments: list[str]) -> None:
+    """Run a script as `__main__` with these arguments; `sys.exit()` without an error ends it."""
+    path = script.file
     module = types.ModuleType("__main__")
-    module.__dict__.update(__file__=path, __package__=package, __builtins__=builtins)
+    module.__dict__.update(__file__=path, __package__=script.package, __builtins__=builtins)
     with open(path, encoding="utf-8") as file:
         source = file.read()
     own_code.scripts.add(path)
     sys.argv = [path, *arguments]
-    sys.path.insert(0, os.path.dirname(path) if package is None else os.getcwd())
+    sys.path.insert(0, os.path.dirname(path) if script.package is None else os.getcwd())
     linecache.checkcache(path)
     with replaced_main(module):
         try:
@@ -206,11 +201,9 @@ def replaced_main(module: types.ModuleType) -> Iterator[None]:
         sys.modules["__main__"] = before
 
 
-def run_for_orders(
-    path: tuple[str, str | None], arguments: list[str], device: Any, per_host: int
-) -> None:
+def run_for_orders(script: Script, arguments: list[str], device: Any, per_host: int) -> None:
     """Run the script where its messages are tried in every order."""
     rank = dist.get_rank()
     os.environ.update(variables(rank, dist.get_world_size(), per_host))
     with own_group(Told()), as_gpus(device, rank % per_host, per_host):
-        execute(path, arguments)
+        execute(script, arguments)

@@ -5,15 +5,18 @@ from collections.abc import Iterable
 Spans = list[tuple[int, int]]
 
 
-def union(spans: Iterable) -> Spans:
+def union(spans: Iterable[tuple[int, int]]) -> Spans:
     """Return the moments that are in any of these spans."""
     joined: Spans = []
-    for start, end in sorted(map(tuple, spans)):
-        if joined and start <= joined[-1][1]:
+    for start, end in sorted(spans):
+        if start == end:
+            continue
+        if joined:
             first, last = joined[-1]
-            joined[-1] = (first, max(last, end))
-        elif end > start:
-            joined.append((start, end))
+            if start <= last:
+                joined[-1] = (first, max(last, end))
+                continue
+        joined.append((start, end))
     return joined
 
 

@@ -26,11 +26,11 @@ def events_of(rank: int, told: Told) -> Iterator[dict]:
     for stream, busy in told.busy.items():
         for start, end in busy:
             yield complete(rank, stream, "computing", start, end)
-    for name, ranks, nbytes, place, _, start, end in told.calls:
-        if end is not None:
-            file, line, text = place
-            event = complete(rank, SENDING, name, start, end)
-            event["args"] = {"bytes": nbytes, "ranks": list(ranks), "line": f"{file}:{line} {text}"}
+    for call in told.calls:
+        if call.span is not None:
+            event = complete(rank, SENDING, call.name, *call.span)
+            line = f"{call.line.file}:{call.line.number} {call.line.text}"
+            event["args"] = {"bytes": call.nbytes, "ranks": list(call.ranks), "line": line}
             yield event
     for number, moment in enumerate(told.steps, 1):
         yield {"ph": "i", "pid": rank, "tid": 0, "name": f"step {number}", "ts": moment / 1e6}

@@ -68,6 +68,9 @@ CHECKED = {  # What a type checker says of each line.
     "reveal_type(launch)": 'Revealed type is "def [T] (fn: def (*Any, **Any) -> T,',
     "launch(3, worldsize='x')": 'Argument 1 to "launch" has incompatible type "int"',
     "launch(print, world_size='4')": 'Argument "world_size" to "launch" has incompatible',
+    "launch(print, device=Device(2e9))": 'Argument 1 to "Device" has incompatible type "float"',
+    "launch(print, link=Link('1Gbit', 5))": 'Argument 2 to "Link" has incompatible type "int"',
+    "reveal_type(join())": 'Revealed type is "tuple[int, int]"',
     "manyranks.lunch": 'Module has no attribute "lunch"',
 }
 
@@ -75,7 +78,7 @@ CHECKED = {  # What a type checker says of each line.
 def test_a_type_checker_knows_the_front(tmp_path):
     pytest.importorskip("mypy")
     program = tmp_path / "program.py"
-    imports = ["import manyranks", "from manyranks import launch"]
+    imports = ["import manyranks", "from manyranks import Device, Link, join, launch"]
     program.write_text("\n".join([*imports, *CHECKED]), encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--follow-imports=silent", str(program)],

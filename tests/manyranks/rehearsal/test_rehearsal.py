@@ -11,6 +11,8 @@ import pytest
 
 from manyranks import Device
 from manyranks.__main__ import main
+from manyranks.clocks.recording import Call
+from manyranks.clocks.stalls import Line
 from manyranks.errors import EmulationError, ManyranksError, RankError
 from manyranks.rehearsal import Report, Request, rehearse, spans
 from manyranks.rehearsal.report import duration
@@ -270,14 +272,14 @@ def test_the_parts_of_a_step_worked_out_by_hand():
     are hidden.
     """
     us = 1_000_000
-    line = ("train.py", 3, "loss.backward()")
-    told = Told(steps=[10 * us, 20 * us], busy={0: [[10 * us, 14 * us]]}, made_group=True)
+    line = Line("train.py", 3, "loss.backward()")
+    told = Told(steps=[10 * us, 20 * us], busy={0: [(10 * us, 14 * us)]}, made_group=True)
     told.calls = [
-        ("all_reduce", (0, 1), 100.0, line, 11 * us, 12 * us, 17 * us),
-        ("broadcast", (0, 1), 7.0, line, 1 * us, 2 * us, 3 * us),
-        ("send", (0, 1), 7.0, line, 12 * us, None, None),
+        Call("all_reduce", (0, 1), 100.0, 5 * us, 11 * us, line, 17 * us),
+        Call("broadcast", (0, 1), 7.0, 1 * us, 1 * us, line, 3 * us),
+        Call("send", (0, 1), 7.0, 1 * us, 12 * us, line),
     ]
-    other = Told(steps=[10 * us, 19 * us], busy={1: [[10 * us, 19 * us]]}, made_group=True)
+    other = Told(steps=[10 * us, 19 * us], busy={1: [(10 * us, 19 * us)]}, made_group=True)
     report = Report("train.py", {}, [told, other])
     step = report.last
     assert (step.rank, step.seconds) == (0, pytest.approx(10e-6))
