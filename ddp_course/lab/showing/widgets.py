@@ -353,7 +353,8 @@ def bucket_figure(steps: list[Any], measured: list[Any], row: int) -> Picture:
         below.annotate(
             f"shortest: {shortest_ms:.0f} ms, at {best_cap:g} MiB",
             (best_cap, shortest_ms),
-            xytext=(best_cap, 0.55 * shortest_ms),
+            xytext=(0.5, 0.4),
+            textcoords="axes fraction",
             ha="center",
             arrowprops={"arrowstyle": "->"},
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
