@@ -339,7 +339,7 @@ How many bytes is that? The wire counts what each rank sends and receives in one
 traffic = timing.count_traffic(server, p, K)
 show.bars(
     {f"rank {rank}": counts.bytes_sent / p for rank, counts in enumerate(traffic)},
-    "bytes sent (in units of p)",
+    "bytes sent (p: one whole gradient)",
     "The server sends K-1 times as much as anyone else",
     colours={"rank 0": colour},
     theory={"rank 0": K - 1},
@@ -523,7 +523,8 @@ What you write can stand beside the course's stages and PyTorch's own, in the ta
 training function as you would write it, which averages one gradient at a time. Run it, and then change it: let the server keep its sum to
 itself, average in the first step alone, or leave out the broadcast. The row then says by how much the weights differ from one device's,
 and from which step on. (A broadcast that is left out changes nothing as long as all ranks build the same model.) Two
-servers, each for every other gradient, would be right and faster, as question 2 says: rank 1 can be the second.
+servers, each for every other gradient, would be right and faster, as question 2 says: rank 1 can be the second. In the timeline the time
+between your backward pass and your update is drawn as waiting, because only the course's own functions say when they send.
 """
 
 

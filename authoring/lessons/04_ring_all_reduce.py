@@ -238,8 +238,8 @@ sent = {name: most_sent(way, K) for name, way in ways.items()}
 expected = {"server": K - 1, "whole-gradient ring": K - 1, "ring": 2 * (K - 1) / K}
 show.bars(
     sent,
-    "sent by the busiest rank (in units of p)",
-    f"On {K} ranks the ring sends {sent['ring']:g} p, the others {sent['server']:g} p",
+    "sent by the busiest rank\n(p: one whole gradient)",
+    f"On {K} ranks the ring sends {sent['ring']:g} gradients in all, the others {sent['server']:g}",
     colours=colours,
     theory=expected,
     kind="counted",
@@ -637,7 +637,8 @@ r"""
 
 The ring of lesson 00 stands here beside the chunked ring and PyTorch's own. It sends whole gradients, (K-1) p, so its steps take
 longer. Cut the gradient into chunks yourself, as exercise 4 does in small steps, and it comes down to the others. If a line goes
-wrong, the row says by how much the weights differ from one device's, and from which step on.
+wrong, the row says by how much the weights differ from one device's, and from which step on. The timeline draws what your row does between
+backward and update as waiting, because only the course's own functions say when they send.
 """
 
 

@@ -463,15 +463,15 @@ picture = show.curves(
     log="x",
     ticks=megabits,
     theory={
-        "forward + C + T": (speeds, one_by_one, colours["ring"]),
-        "forward + the longer of C and T": (speeds, hidden, colours["buckets"]),
+        "forward + backward + all-reduce": (speeds, one_by_one, colours["ring"]),
+        "forward + the longer of the two": (speeds, hidden, colours["buckets"]),
     },
     kind="virtual time; lines derived",
 )
 axes = picture.axes[0]
 axes.set_ylim(0, 1.1 * max(points["ring"]))
 axes.axvline(crossing, color="#777777", linestyle=":")
-axes.text(1.02 * crossing, 30, f"T = C at {crossing:.0f} Mbit/s")
+axes.text(1.02 * crossing, 30, f"backward (C) and all-reduce (T)\ntake equally long at {crossing:.0f} Mbit/s")
 for speed, ms, share in zip(megabits, points["ring"], saved):
     axes.text(speed, ms + 20, f"−{100 * share:.0f} %")
 picture
@@ -670,7 +670,7 @@ own, slow = (most[millions.index(4)] for _, most, _ in list(reach.values())[2:])
 picture = show.curves(
     reach,
     "tokens in the batch (millions)",
-    "largest K",
+    "most GPUs that need not wait (K)",
     f"4 million tokens feed {own} H100s, or {slow} at 100 Gbit/s per host",
     log="xy",
     points=False,

@@ -850,7 +850,9 @@ r"""
 ## Yours in the comparison
 
 The core that you read or wrote above, `CanBeQuiet`, trains here beside the complete wrapper and PyTorch's own. Change a line of its
-cell, run both cells again, and the row says by how much the weights differ from one device's, and from which step on.
+cell, run both cells again, and the row says by how much the weights differ from one device's, and from which step on. Your core sends as
+much as the others do. Its row shows no sending and no waiting, because the core notes neither: it waits inside its backward pass, whose bar is
+longer by as much.
 """
 
 

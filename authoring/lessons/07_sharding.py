@@ -432,8 +432,8 @@ for name, ranks in counted.items():
     times_sent = 3 if name == "fully sharded" else 2
     formula[name] = times_sent * (K - 1) / K
 assert traffic == formula, traffic
-show.bars(traffic, "sent by a rank in a step (in units of p)",
-          "Sharding sends at most 1.5 times what DDP sends", kind="counted",
+show.bars(traffic, "sent by a rank in a step\n(p: all gradients)",
+          "Fully sharded training sends 1.5 times what DDP sends; the others send the same", kind="counted",
           theory=formula, colours={"fully sharded": show.STAGE_COLOURS["7"]})
 
 # %% [markdown]
@@ -506,7 +506,7 @@ overlap = {"ZeRO-1": ",\nno overlap", "ZeRO-2": ",\nno overlap"}
 labels = {n: f"{n}{overlap.get(n, '')}\n{measured[n]:.0f} bytes\nper parameter" for n in ways}
 ratio = times["fully sharded"] / times["plain DDP"]
 show.bars({labels[n]: ms for n, ms in times.items()}, "a step (ms)", kind="virtual time",
-          title=f"1/{K} of the memory, in {ratio:.2f} times DDP's time", form="{:.0f}",
+          title=f"Fully sharded: 1/{K} of the memory, in {ratio:.2f} times DDP's time", form="{:.0f}",
           theory={labels[n]: computing + share * gather for n, share in exposed.items()})
 
 # %% [markdown]
@@ -904,7 +904,7 @@ for gpu, colour in {"A100": "#009E73", "H100": "#D55E00"}.items():
     sheet = presets.ACCELERATORS[gpu]
     needed = 0.4 * sheet.rate / (sheet.network / 8 / 8)  # tokens; 8 GPUs share a host's cards
     most_gpus = [1 + 1e6 * tokens / needed for tokens in millions]
-    reach[f"{gpu}s wait for nothing below"] = millions, most_gpus, colour
+    reach[f"below this line no {gpu} waits"] = millions, most_gpus, colour
 fewest = {billions: -(-16 * billions // sheet.capacity_gb) for billions in (70, 405)}
 floors = {}
 for billions, count in fewest.items():

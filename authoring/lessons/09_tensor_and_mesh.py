@@ -362,7 +362,7 @@ cable_ms = {}
 colours = {}
 for name, found in ranks.items():
     crossed_mb = max(mb for _, mb in found)
-    label = f"{name}\n{crossed_mb:.2f} MB"
+    label = f"{name}\n{crossed_mb:.2f} MB on the cable"
     step_ms[label] = max(ms for ms, _ in found)
     cable_ms[label] = 1000 * K / 2 * crossed_mb / 1.875  # 15 Mbit/s are 1.875 MB/s
     stage = "9" if "tensor" in name else "8"
@@ -421,10 +421,10 @@ for gpu, colour in {"V100": "#0072B2", "A100": "#009E73", "H100": "#D55E00"}.ite
 inside, between = (reach[f"H100s {where}"][1][3] for where in links)
 reach["GPUs of a host"] = widths, [8] * 5, "#767676"
 title = f"Width 8,192: T may be {inside:.0f} inside a host of H100s, {between:.0f} between hosts"
-picture = show.curves(reach, "width of the model", "largest T", title, log="xy", points=False,
+picture = show.curves(reach, "width of the model", "most ranks that may share a layer (T)", title, log="xy", points=False,
                       ticks=widths, kind="derived", height=4.4)
-for line in picture.axes[0].lines[1:6:2]:
-    line.set_linestyle(":")  # between hosts
+for line, look in zip(picture.axes[0].lines[1:6:2], ("--", ":", ":")):
+    line.set_linestyle(look)  # between hosts; V100s are dashed, since the dots of the H100s lie on theirs
 picture.axes[0].legend(fontsize=8)
 picture
 

@@ -644,7 +644,8 @@ show.curves(
     {"mean of 20 runs": (minutes, shares)},
     "time between checkpoints (minutes)",
     "time lost (%)",
-    f"Young's interval loses {shares[2]:.0f} %, an eighth of it {shares[0]:.0f} %, 8 times {shares[4]:.0f} %",
+    f"Saved every {minutes[2]:.0f} minutes, {shares[2]:.0f} % is lost; every {minutes[0]:.1f}, {shares[0]:.0f} %;"
+    f" every {minutes[4]:.0f}, {shares[4]:.0f} %",
     theory={"expected": ((every / 60).tolist(), expected.tolist())},
     log="x",
     kind="simulated; line derived",

@@ -259,8 +259,8 @@ for name in ways:
 first = sent["every step"]
 percent = {name: 100 * count / first for name, count in sent.items()}
 title = (
-    f"The largest 1 % is {percent['top 1 %']:.0f} % of the ring's bytes;"
-    f" the server sends {percent['asynchronous']:.0f} %"
+    f"Top 1 % sends {percent['top 1 %']:.0f} % of the ring's bytes;"
+    f" an asynchronous server sends {percent['asynchronous']:.0f} %"
 )
 show.bars(
     {name.replace(", ", ",\n"): number for name, number in percent.items()},
@@ -321,7 +321,7 @@ def drawn(bits_per_second, title):
 drawn(5e6, "On 5 Mbit/s, the fewer bytes a way sends, the sooner it is done")
 
 # %% fast-link
-drawn(1e9, "On 1 Gbit/s sending less gains little, and the server lacks a worker")
+drawn(1e9, "On 1 Gbit/s sending less gains little, and a server costs one worker")
 
 # %% check-time folded=true
 # NBVAL_CHECK_OUTPUT
@@ -416,7 +416,7 @@ for name, ranks in seconds.items():
     paces = [1000 * step for step in ranks if step]  # the server takes no batches
     together[name] = 1000 * sum(8 / ms for ms in paces)
 gain = together["asynchronous"] / together["every step"]
-title = f"One slow rank: the server gets {gain:.2f} times as many samples through"
+title = f"With one slow rank, asynchronous training takes {gain:.2f} times as many samples"
 show.bars(together, "samples per second, all workers", title, form="{:.0f}", kind="virtual time")
 
 # %% [markdown]

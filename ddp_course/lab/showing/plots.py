@@ -523,7 +523,8 @@ def scale(axes: Axes, log: Sequence[str], ticks: Any) -> None:
     low, high = axes.dataLim.intervaly
     # The axis begins at 0, unless that would squeeze all curves into the top of the figure.
     if "y" not in log and 0 <= low < high / 3:
-        axes.set_ylim(bottom=0)
+        # A curve that lies at 0 would be hidden by the axis itself.
+        axes.set_ylim(bottom=-0.03 * high if low == 0 else 0)
 
 
 def bars(

@@ -1,7 +1,10 @@
 """Draws schedules: the chunks of a ring, and the timetables of pipelines."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
+
+from matplotlib.patches import Patch
 
 from .plots import SPAN_COLOURS, Picture, name_rows, panels
 
@@ -120,6 +123,7 @@ PASSES = {
     "B": SPAN_COLOURS["backward"],
     "W": "#5B8C5A",
 }
+PASS_NAMES = {"F": "forward", "B": "backward", "W": "the weights' gradients"}
 
 
 def schedules(timetables: dict[str, Sequence[Any]]) -> Picture:
@@ -130,7 +134,7 @@ def schedules(timetables: dict[str, Sequence[Any]]) -> Picture:
     """
     longest = max(duration(rows) for rows in timetables.values())
     titles = [f"{title}; idle {100 * idle(rows):.0f} %" for title, rows in timetables.items()]
-    height = 0.4 + sum(0.75 + 0.4 * len(rows) for rows in timetables.values())
+    height = 0.7 + sum(0.75 + 0.4 * len(rows) for rows in timetables.values())
     ratios = [len(rows) + 1 for rows in timetables.values()]
     with panels(
         len(timetables),
@@ -150,7 +154,25 @@ def schedules(timetables: dict[str, Sequence[Any]]) -> Picture:
             name_rows(axes, [f"rank {rank}" for rank in range(len(rows))])
             axes.set(xlim=(0, longest), title=title)
         axes.set_xlabel("time (forward passes of a micro-batch)")
+        _name_passes(picture, timetables.values())
     return picture
+
+
+def _name_passes(picture, timetables):
+    """Add a legend of the letters in a figure of timetables, and of its outlines."""
+    letters = set()
+    has_outlines = False
+    for rows in timetables:
+        for instruction, _, _ in chain.from_iterable(rows):
+            letters.add(instruction.letter)
+            has_outlines |= instruction.stage >= len(rows)
+    shown = [letter for letter in PASSES if letter in letters]
+    handles = [Patch(color=PASSES[letter]) for letter in shown]
+    names = [f"{letter}: {PASS_NAMES[letter]}" for letter in shown]
+    if has_outlines:
+        handles.append(Patch(facecolor="white", edgecolor=PASSES["B"]))
+        names.append("outlined: a rank's second stage")
+    picture.legend(handles, names, ncols=4, handlelength=1.2, loc="outside lower center")
 
 
 def duration(rows: Sequence[Any]) -> float:
@@ -176,7 +198,7 @@ def _pass(axes, rank, ranks, span, longest):
     axes.broken_barh(bar, (rank - 0.4, 0.8), facecolors=face, edgecolor=edge)
     # A label of three letters fits at this size.
     size = min(9, 330 * (end - start) / longest)
-    if size >= 5:
+    if size >= 5.5:
         letters = "black" if letter == "F" or is_outline else "white"
         name = f"{letter}{instruction.microbatch}"
         axes.text((start + end) / 2, rank, name, fontsize=size, color=letters, **CENTRE)

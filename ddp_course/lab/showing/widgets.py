@@ -350,7 +350,15 @@ def bucket_figure(steps: list[Any], measured: list[Any], row: int) -> Picture:
         below.plot(caps, simulated_ms, color=colour, label="simulated")
         below.plot(measured_caps, measured_ms, "o", color=colour, label="program, in virtual time")
         shortest_ms, best_cap = min(zip(measured_ms, measured_caps, strict=True))
-        below.text(best_cap, 0.8 * shortest_ms, f"shortest: {shortest_ms:.0f} ms", ha="center")
+        below.annotate(
+            f"shortest: {shortest_ms:.0f} ms, at {best_cap:g} MiB",
+            (best_cap, shortest_ms),
+            xytext=(0.5, 0.4),
+            textcoords="axes fraction",
+            ha="center",
+            arrowprops={"arrowstyle": "->"},
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+        )
         below.axvline(cap, color="#777777", linestyle=":", label="the cap above")
         plots.logarithmic(below, "x")
         below.margins(y=0.1)
