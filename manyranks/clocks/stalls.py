@@ -29,6 +29,7 @@ MOST_LETTERS = 160  # A line of a program is cut after so many letters.
 PYTHON = os.path.dirname(os.path.abspath(threading.__file__))
 PACKAGES = os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__)))
 LIBRARIES = (PACKAGES, PYTHON, "<frozen", "<string>")  # beginnings of paths
+stands_for: int | None = None  # the rank as which this process runs, if not the table's
 
 
 class Line(NamedTuple):
@@ -151,7 +152,8 @@ def report(table: Any, slot: int, reported: set[str]) -> None:
     line = "" if frame is None else str(line_of(frame))
     if line and line not in reported:
         reported.add(line)
+        rank = table.rank if stands_for is None else stands_for
         print(
-            f"virtual time stands still: rank {table.rank} holds up all others, {line}",
+            f"virtual time stands still: rank {rank} holds up all others, {line}",
             file=sys.stderr,
         )

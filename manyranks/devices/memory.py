@@ -42,7 +42,8 @@ class Memory:
         """Count the new storages of tensors; raises OutOfMemoryError beyond the capacity."""
         for tensor in tensors_in(*operands):
             storage = tensor.untyped_storage()
-            if id(storage) not in self.sizes:
+            # A model that is built on torch's device "meta" takes no memory until it is moved.
+            if id(storage) not in self.sizes and tensor.device.type != "meta":
                 self.references[id(storage)] = weakref.ref(storage, self.forget(id(storage)))
                 self.count(id(storage), storage.nbytes())
 

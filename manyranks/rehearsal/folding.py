@@ -10,12 +10,13 @@ import io
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch.distributed as dist
 
 from .. import clocks, torch_inside
-from ..clocks import events, recording, streams
+from ..clocks import events, recording, stalls, streams
 from ..clocks.group import Done, Group, Work
 from ..clocks.stalls import who_waits
 from ..errors import (
@@ -107,6 +108,7 @@ def run_folded(
     """Run the script as the first or the last of `ranks` ranks; return what it did."""
     is_last = dist.get_rank() == 1
     rank = ranks - 1 if is_last else 0
+    stalls.stands_for = rank
     if link is None:
         Folded.table = clocks.Table([0] * ranks)
     else:
@@ -124,17 +126,30 @@ def run_folded(
 def check_alike(told: list[Told], rank: int) -> None:
     """Raise an EmulationError where the last `rank` communicates otherwise than the first one."""
     first, last = told
-    for mine, other in zip(first.calls, last.calls, strict=True):
-        if what_is_sent(mine) != what_is_sent(other):
+    for mine, other in zip_longest(first.calls, last.calls):
+        if mine is None or other is None or what_is_sent(mine) != what_is_sent(other):
             raise EmulationError(
-                f"{mine.line}: rank 0 calls {mine.name} of {mine.nbytes:.0f} bytes, rank {rank}"
-                f" calls {other.name} of {other.nbytes:.0f} bytes: they are not alike; {ALL}"
+                f"rank 0 {in_words(mine)}, rank {rank} {in_words(other)}: they are not alike; {ALL}"
             )
 
 
 def what_is_sent(call: recording.Call) -> tuple:
     """Return what must be alike on ranks of which one stands for the other."""
     return call.name, call.ranks, call.nbytes, call.line
+
+
+def in_words(call: recording.Call | None) -> str:
+    """Return what a rank calls, and at which line; None is for a rank that calls nothing more."""
+    if call is None:
+        return "calls nothing more"
+    return f"calls {call.name} of {call.nbytes:.0f} bytes at {call.line}"
+
+
+def print_with_last(
+    last: int, run: Callable, launched: Any, process: int, stream: str, text: str
+) -> None:
+    """Show a line of a folded launch under the number of the rank as which a process ran."""
+    run(launched, numbered(process, last), stream, text)
 
 
 def with_last(error: LaunchError, rank: int) -> LaunchError:

@@ -2,18 +2,21 @@
 
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from .. import presets
 from ..devices.device import Device
 from ..errors import EmulationError, LaunchError
 from ..launching.launch import launch
+from ..launching.watch import Launch
 from ..links import Link
 from ..orders.every import every_order
 from ..orders.verdict import Verdict
-from .folding import check_alike, run_folded, with_last
+from ..torch_inside import around
+from .folding import check_alike, print_with_last, run_folded, with_last
 from .report import Report
-from .script import find_script, run_for_orders, run_script
+from .script import Told, find_script, run_for_orders, run_script
 
 
 @dataclass
@@ -87,31 +90,37 @@ def rehearse(path: str, arguments: list[str], request: Request) -> Report:
     Raises the errors of `launch`.
     """
     script = find_script(path, request.module)
-    folded = (request.emulated, request.ranks) if request.fold else ()
-    try:
-        told = launch(
-            run_folded if request.fold else run_script,
-            script,
-            arguments,
-            request.device,
-            request.per_host,
-            *folded,
-            world_size=2 if request.fold else request.ranks,
-            device=request.device,
-            link=None if request.fold else request.emulated,
-            sizes_only=request.sizes_only,
-            answer=request.answer,
-            timeout=request.timeout,
-            progress=request.progress and ("rehearsal", True),
-        )
-    except LaunchError as error:
-        if not request.fold:
-            raise
-        raise with_last(error, request.ranks - 1) from None
+    what_runs = (script, arguments, request.device, request.per_host)
+    options: dict[str, Any] = {
+        "device": request.device,
+        "sizes_only": request.sizes_only,
+        "answer": request.answer,
+        "timeout": request.timeout,
+        "progress": request.progress and ("rehearsal", True),
+    }
     if request.fold:
-        check_alike(told, request.ranks - 1)
-        told = told[:1]
+        told = folded(what_runs, request, options)
+    else:
+        told = launch(
+            run_script, *what_runs, world_size=request.ranks, link=request.emulated, **options
+        )
     return Report(path, request.describe(), told)
+
+
+def folded(what_runs: tuple, request: Request, options: dict[str, Any]) -> list[Told]:
+    """Run the script as the first and the last rank; return what the first one did.
+
+    Raises the errors of `launch`, and EmulationError where the two are not alike.
+    """
+    last = request.ranks - 1
+    links = (request.emulated, request.ranks)
+    try:
+        with around(Launch, "print", partial(print_with_last, last)):
+            told = launch(run_folded, *what_runs, *links, world_size=2, **options)
+    except LaunchError as error:
+        raise with_last(error, last) from None
+    check_alike(told, last)
+    return told[:1]
 
 
 def orders_of(path: str, arguments: list[str], request: Request) -> Verdict:

@@ -164,3 +164,17 @@ def test_what_cannot_be_is_refused():
         launch(print, world_size=1, sizes_only=True, link=Link(mode="hosts"))
     with pytest.raises(RuntimeError, match="sizes_only=True"):
         peak_memory()
+
+
+def peaks_of_a_model_on_meta():
+    """Return the peak once a layer has been made on the device "meta", and once it was moved."""
+    with torch.device("meta"):
+        layer = nn.Linear(1000, 1000, bias=False)
+    before = peak_memory()
+    layer.to_empty(device="cpu")
+    return before, peak_memory()
+
+
+def test_a_model_on_the_device_meta_takes_memory_once_it_is_moved():
+    [(before, after)] = launch(peaks_of_a_model_on_meta, world_size=1, sizes_only=True, **SETTING)
+    assert (before, after) == (0, 7813 * 512)

@@ -46,6 +46,7 @@ FOUND = {  # What a step of each script sends: how often, and how many bytes fro
         "reduce_scatter": (4, 4 * 4 * 65 * 64 / 2),
         "all_reduce": (4, 0),
     },
+    "two_ways": {},
     "zero": {"all_reduce": (1, 4 * 2 * 65 * 64), "broadcast": (4, 4 * 2 * 65 * 64)},
 }
 
@@ -119,6 +120,10 @@ def test_ranks_that_are_not_alike_are_not_folded(tmp_path):
             folded(unlike, link="1Gbit")
     with pytest.raises(EmulationError, match="sizes-only"):
         Request(4, DEVICE, fold=True)
+    one_more = "if dist.get_rank(): dist.all_reduce(x, async_op=True)"
+    unlike.write_text(f"{begin}dist.all_reduce(x)\n{one_more}\n")
+    with pytest.raises(EmulationError, match=r"rank 0 calls nothing more, rank 3 calls all_reduce"):
+        folded(unlike, link="1Gbit")
     unlike.write_text(f"{begin}if dist.get_rank(): x.mul_(2)\ndist.all_reduce(x)\n")
     every = rehearse(str(unlike), [], Request(4, DEVICE, sizes_only=True, link="1Gbit"))
     assert folded(unlike, link="1Gbit").told[0] == every.told[0], "all wait for the slower ones"
@@ -128,6 +133,7 @@ def test_a_failure_of_the_last_of_folded_ranks_has_its_number(tmp_path, capsys):
     script = tmp_path / "fails.py"
     begin = "import torch, torch.distributed as dist\ndist.init_process_group()\n"
     x = "x = torch.ones(9, device='cuda')\nlast = dist.get_rank() == 7\n"
+    stalls = "from manyranks.clocks import stalls\nstalls.PATIENCE_S = 0.1\nwhile last: pass"
     options = ["--ranks", 8, "--device", "H100", "--sizes-only", "--fold", "--timeout", 2]
     for line, words in (
         ("if last: raise ValueError('bad shard 1')", "rank 7: ValueError: bad shard 1 (of 8 ranks"),
@@ -135,6 +141,7 @@ def test_a_failure_of_the_last_of_folded_ranks_has_its_number(tmp_path, capsys):
         ("if not last: dist.all_reduce(x)", "rank 0 waits for ranks [0, 7] in all_reduce"),
         ("if last: dist.barrier()", "rank 7 waits for ranks [0, 7] in barrier"),
         ("while last: pass", "rank 7 has not entered torch.distributed.all_reduce"),
+        (stalls, "[rank 7] virtual time stands still: rank 7 holds up all others, fails.py line 7"),
     ):
         script.write_text(f"{begin}{x}{line}\ndist.all_reduce(x)\n")
         assert run(*options, script) == 1
