@@ -421,10 +421,10 @@ for gpu, colour in {"V100": "#0072B2", "A100": "#009E73", "H100": "#D55E00"}.ite
 inside, between = (reach[f"H100s {where}"][1][3] for where in links)
 reach["GPUs of a host"] = widths, [8] * 5, "#767676"
 title = f"Width 8,192: T may be {inside:.0f} inside a host of H100s, {between:.0f} between hosts"
-picture = show.curves(reach, "width of the model", "most ranks that may share a layer (T)", title, log="xy", points=False,
-                      ticks=widths, kind="derived", height=4.4)
+picture = show.curves(reach, "width of the model", "most ranks that may share a layer (T)", title,
+                      log="xy", points=False, ticks=widths, kind="derived", height=4.4)
 for line, look in zip(picture.axes[0].lines[1:6:2], ("--", ":", ":")):
-    line.set_linestyle(look)  # between hosts; V100s are dashed, since the dots of the H100s lie on theirs
+    line.set_linestyle(look)  # V100s are dashed, since the dots of the H100s lie on theirs
 picture.axes[0].legend(fontsize=8)
 picture
 
