@@ -27,7 +27,11 @@ ALSO = {  # the first prefix that fits counts, beside the tests that the name sa
     "ddp_course/lab/measuring": "tests/lab/measuring tests/lab/commands",
     "ddp_course/errors": "tests/test_docs.py tests/test_checkpoint.py",
     "manyranks/errors": "tests/manyranks/launching tests/test_faults.py",
-    "ddp_course/collectives": "tests/lab/measuring/test_theory.py tests/test_contributing.py",
+    "ddp_course/collectives": (
+        "tests/stage6_ddp/test_stage6_ddp.py tests/stage6_ddp/test_programs.py"
+        " tests/test_every_order_of_stages.py tests/lab/measuring/test_theory.py"
+        " tests/test_contributing.py"
+    ),
     "ddp_course/missing": "tests/test_stage3_paramserver.py tests/test_stage9_right_or_refused.py",
     "ddp_course/replicas": "tests/stage7_sharded tests/test_stage9_right_or_refused.py",
     "ddp_course/before_bucketing": "tests/test_stage5_bucketed.py",

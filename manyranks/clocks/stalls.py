@@ -73,7 +73,12 @@ def deadlock(clock: Any, what: Awaited) -> DeadlockError:
         written = table.waits.tolist()
     waits = [unpacked(text) for text in written if text]
     returned = [rank for rank, text in enumerate(written) if not text]
-    return DeadlockError(f"deadlock: {who_waits(waits, returned)}", waits, returned)
+    return DeadlockError(message_of(waits, returned), waits, returned)
+
+
+def message_of(waits: Sequence[Wait], returned: Sequence[int]) -> str:
+    """Return what a deadlock says."""
+    return f"deadlock: {who_waits(waits, returned)}"
 
 
 def packed(wait: Wait) -> bytes:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from .. import clocks, torch_inside
 from ..clocks import events, recording, stalls, streams
 from ..clocks.group import Done, Group, Work
-from ..clocks.stalls import who_waits
+from ..clocks.stalls import message_of
 from ..errors import (
     DeadlockError,
     EmulationError,
@@ -181,7 +181,7 @@ def failure_with_last(failure: Failure, rank: int) -> Failure:
     waits = [wait_with_last(wait, rank) for wait in failure.waits]
     waiting = {wait.rank for wait in waits}
     returned = [each for each in (0, rank) if each not in waiting]
-    message = f"deadlock: {who_waits(waits, returned)}"
+    message = message_of(waits, returned)
     traceback = failure.traceback.replace(failure.message, message)
     return replace(named, message=message, traceback=traceback, waits=waits)
 

@@ -46,7 +46,6 @@ FOUND = {  # What a step of each script sends: how often, and how many bytes fro
         "reduce_scatter": (4, 4 * 4 * 65 * 64 / 2),
         "all_reduce": (4, 0),
     },
-    "two_ways": {},
     "zero": {"all_reduce": (1, 4 * 2 * 65 * 64), "broadcast": (4, 4 * 2 * 65 * 64)},
 }
 
