@@ -3,6 +3,8 @@
     manyranks run --ranks 8 --device H100 --link NVLink --sizes-only fsdp.py --layers 32
 
 With --gated it is a Llama (RMSNorm, rotations, gates, fewer heads for keys and values), else a GPT.
+With --zero1 what is sent is that of ZeRO-1: a rank keeps all weights and gradients during a step.
+Recomputing stops at the last value that is needed; with --whole it does not, as before torch 2.1.
 """
 
 import argparse
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 
 def parse() -> argparse.Namespace:
@@ -36,6 +38,8 @@ def parse() -> argparse.Namespace:
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--gated", action="store_true")
+    parser.add_argument("--zero1", action="store_true", help="gather and average once a step")
+    parser.add_argument("--whole", action="store_true", help="recompute all of a block")
     parser.add_argument("--pure", action="store_true", help="weights and optimizer in bfloat16")
     return parser.parse_args()
 
@@ -137,12 +141,15 @@ def sharded(args: argparse.Namespace, mesh: Any) -> nn.Module:
         model = Transformer(args)
     if args.pure:
         model.bfloat16()
-    reduce_dtype = torch.bfloat16 if args.pure else torch.float32
+    # InternEvo, whose ZeRO-1 this stands for, averages gradients in 16 bits.
+    halved = args.pure or args.zero1
+    reduce_dtype = torch.bfloat16 if halved else torch.float32
+    reshard = False if args.zero1 else None
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     for number, block in enumerate(model.blocks):
         block.recomputed = args.recompute_every > 0 and number % args.recompute_every == 0
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     model.to_empty(device="cuda")
     for module in model.modules():
         reset: Any = getattr(module, "reset_parameters", None)
@@ -169,20 +176,30 @@ def loss_of(model: nn.Module, args: argparse.Namespace, angles: Any) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets)
 
 
+def compute_gradients(model: Any, args: argparse.Namespace, angles: Any) -> None:
+    """Add up the gradients of a step's micro-batches."""
+    for micro_batch in range(args.accumulate):
+        if args.zero1:
+            is_last = micro_batch == args.accumulate - 1
+            model.set_requires_gradient_sync(is_last)
+            model.set_reshard_after_backward(is_last)
+        loss_of(model, args, angles).backward()
+
+
 def main() -> None:
     """Train for some steps."""
     args = parse()
     dist.init_process_group("nccl")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    model = sharded(args, mesh)
+    model: Any = sharded(args, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=False)
     angles = rotations(args) if args.gated else None
-    for _ in range(args.steps):
-        for _ in range(args.accumulate):
-            loss_of(model, args, angles).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    with set_checkpoint_early_stop(not args.whole):
+        for _ in range(args.steps):
+            compute_gradients(model, args, angles)
+            optimizer.step()
+            optimizer.zero_grad()
     dist.destroy_process_group()
 
 
