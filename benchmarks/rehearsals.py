@@ -156,7 +156,8 @@ def rows_of(family: str, every: int) -> Part:
     for run, measured in today():
         if run.model.startswith(family) and can_be_rehearsed(run):
             is_named = (run.model, run.seq, run.gpus) in NAMED
-            (named if is_named else others).append((run, measured))
+            chosen = named if is_named else others
+            chosen.append((run, measured))
     rows = []
     for run, measured in named + others[::every]:
         seen = [pair for pair in today() if not pair[0].model.startswith(first_word(run.model))]
