@@ -27,13 +27,22 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from manyranks.errors import MismatchError
 from manyranks.torch_inside import after_backward, backward_pass, tensors_in
 
 from .. import wire
 from ..torch_private import accumulators_of, returned_by_grad, uncompiled
 from .bucket_sums import GradBucket
 from .buckets import NO_LIMIT, Bucket, SparseBucket, bucket_assignment
-from .unused import RETURNED, UNUSED, bypassed, converted, not_finished, ready_twice
+from .unused import (
+    OUT_OF_STEP,
+    RETURNED,
+    UNUSED,
+    bypassed,
+    converted,
+    not_finished,
+    ready_twice,
+)
 
 
 class ForwardPass:
@@ -186,7 +195,10 @@ class Reducer:
             raise RuntimeError(not_finished(missing, dist.get_rank(self.group), self.reason))
 
     def rebuild(self):
-        """Lay the buckets out again, as rank 0 does, once after the first synchronised pass."""
+        """Lay the buckets out again, as rank 0 does, once after the first synchronised pass.
+
+        Raises MismatchError if a rank has run another pass meanwhile, as for an evaluation.
+        """
         self.check_finished()
         if self.keeps_buckets or self.rebuilt or not self.order:
             return
@@ -197,6 +209,8 @@ class Reducer:
         numbers = plan.tolist()
         order = numbers[: len(self.order)]
         limits = numbers[len(self.order) :]
+        if sorted(order) != sorted(self.order):
+            raise MismatchError(OUT_OF_STEP)
         self.rebuilt = True
         self.make_buckets(bucket_assignment(self.parameters, limits, self.sparse, order))
 

@@ -114,6 +114,13 @@ RETURNED = (
 )
 
 
+OUT_OF_STEP = (
+    "a rank ran another forward pass than the others, so that something else came where rank 0's"
+    " order of gradients was awaited. All ranks must run the same passes of a wrapper; for an"
+    " evaluation on one rank, call its module: wrapper.module(inputs)"
+)
+
+
 def converted(names):
     """The error when parameters have other memory, or another dtype, than when they were wrapped.
 

@@ -144,3 +144,18 @@ def test_after_an_exception_on_one_rank_nobody_trains_alone(stage):
         launch(run, world_size=2, timeout=20)
     assert "refused" in str(caught.value)
     assert launch(dist.get_rank, world_size=2) == [0, 1], "the next launch is not affected"
+
+
+def evaluate_on_rank_0():
+    """Train for two steps, and evaluate a model with buffers on rank 0 alone between them."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)))
+    for step in range(2):
+        model(inputs(dist.get_rank(), step)).sum().backward()
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                model(inputs(0, step))
+
+
+def test_an_evaluation_on_rank_0_alone_is_told():
+    with pytest.raises(LaunchError, match=r"for an evaluation on one rank, call its module"):
+        launch(evaluate_on_rank_0, world_size=2, timeout=60)
