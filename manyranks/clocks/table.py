@@ -254,8 +254,9 @@ def where(items: list, mask: Any) -> list:
 
 
 def least(values: Any) -> int:
-    """Return the smallest number in an array, in half the time of NumPy's `min`."""
-    return values.item(values.argmin())
+    """Return the smallest number in an array that other threads may change meanwhile."""
+    # Each number is read once: a second look at the place of the smallest may find a later moment.
+    return int(values.min())
 
 
 class Lock:

@@ -5,12 +5,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from manyranks import Link, clocks, launch
-from manyranks.clocks.table import real_sleep
+from manyranks.clocks.table import least, real_sleep
 
 LINK = Link("8Mbit", latency="1ms")  # A byte takes a microsecond.
 MS = 10**9  # A millisecond has so many picoseconds.
@@ -232,3 +233,27 @@ def ask_until_completed():
 
 def test_a_loop_of_questions_comes_to_an_end():
     assert launch(ask_until_completed, world_size=2, link=LINK)[0] == 601
+
+
+class MovesOn(np.ndarray):
+    """Clocks of which the first moves on to 20 right after anybody has looked at all of them."""
+
+    def min(self):
+        """Return the smallest number, as numpy does."""
+        return self.look(np.min)
+
+    def argmin(self):
+        """Return the place of the smallest number, as numpy does."""
+        return self.look(np.argmin)
+
+    def look(self, at):
+        """Return what `at` finds before the first clock moves on."""
+        found = at(np.array(self))
+        self[0] = 20
+        return found
+
+
+def test_a_clock_that_moves_on_meanwhile_hides_no_other_one():
+    clocks_of_two = np.array([5, 10]).view(MovesOn)
+    assert least(clocks_of_two) <= 10
+    assert least(clocks_of_two) == 10
