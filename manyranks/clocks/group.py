@@ -374,6 +374,20 @@ class Done:
         return 0
 
 
+class Several(Done):
+    """The work of several operations of gloo, which have `tensors` as their result."""
+
+    def __init__(self, tensors: list, works: list):
+        super().__init__(tensors)
+        self.works = works
+
+    def wait(self) -> bool:
+        """Wait for all of them."""
+        for work in self.works:
+            work.wait()
+        return True
+
+
 class Group(torch_inside.InPlaceOfGloo):
     """A process group with clocks; torch makes it where a program asks for gloo."""
 
@@ -482,6 +496,18 @@ class Group(torch_inside.InPlaceOfGloo):
         work = self.begin_in_turn(self.gloo.allgather_coalesced, by_member, inputs, *opts)
         steps = direct_steps(self.size())
         return self.timed("all_gather", work, nbytes_of(inputs), steps)
+
+    def reduce_scatter_tensor_coalesced(self, outputs: list, inputs: list, *opts: Any) -> Work:
+        """Sum each of the `inputs` up; this member's chunk of it goes to one of the `outputs`."""
+        [name] = set(torch_inside.methods_of("reduce_scatter_single").values())
+        begin = getattr(self.gloo, name)
+        take_turn(to_post=True)
+        works = [
+            self.begin_in_gloo(begin, output, source, *opts)
+            for output, source in zip(outputs, inputs, strict=True)
+        ]
+        steps = direct_steps(self.size())
+        return self.timed("reduce_scatter", Several(outputs, works), nbytes_of(outputs), steps)
 
     def barrier(self, **opts: Any) -> Work:
         """Wait for all members; where the device has streams, the host first waits for those."""

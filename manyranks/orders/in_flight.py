@@ -65,6 +65,7 @@ OPERATIONS = [
     "recv_anysource",
     "barrier",
     "allgather_into_tensor_coalesced",
+    "reduce_scatter_tensor_coalesced",
     *clocks_group.COLLECTIVES,
 ]
 STORE = ("add", "append", "check", "compare_set", "delete_key", "get", "multi_get", "set", "wait")

@@ -18,6 +18,8 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import reduce_scatter_tensor
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from manyranks import Device, Link, clocks, launch
 from manyranks.clocks import clock
@@ -377,6 +379,27 @@ def every_collective_with_copies():
 
 def test_what_the_transport_copies_takes_no_time_of_the_device():
     assert not faults_of([every_collective_with_copies], device=Device("1GFLOP/s", "1GB/s"))
+
+
+def several_are_scattered_in_one_call():
+    one = torch.arange(4.0)
+    two = torch.full((2,), 10.0)
+    parts = [torch.zeros(2), torch.zeros(1)]
+    begun = clocks.moment()
+    with _coalescing_manager():
+        dist.reduce_scatter_tensor(parts[0], one)
+        dist.reduce_scatter_tensor(parts[1], two)
+    took = clocks.moment() - begun
+    ended = reduce_scatter_tensor(one, "sum", 0, dist.group.WORLD).tolist()
+    rank = dist.get_rank()
+    sums = [4.0 * rank, 4.0 * rank + 2]
+    # A message has a latency of a millisecond, and takes a microsecond for each of its 12 bytes.
+    expected = [sums, [20.0], sums, 1_012_000_000]
+    return expect([*(part.tolist() for part in parts), ended, took], expected)
+
+
+def test_several_tensors_are_scattered_in_one_call():
+    assert not faults_of([several_are_scattered_in_one_call])
 
 
 # Futures and limits of waits.
