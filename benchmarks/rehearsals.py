@@ -28,21 +28,6 @@ from .predictions import TODAY, fit_transformer, today
 from .published import FSDP
 
 PROGRAM = str(Path(programs.__file__).with_name("fsdp.py"))
-NAMED = (  # model, tokens of a sequence, GPUs: with and without recomputing, on 1 to 16 hosts
-    ("MPT-125m", 2048, 8),
-    ("MPT-350m", 2048, 64),
-    ("MPT-760m", 2048, 128),
-    ("MPT-1b", 2048, 16),
-    ("MPT-1b", 32768, 8),
-    ("MPT-3b", 2048, 128),
-    ("MPT-7b", 2048, 16),
-    ("MPT-7b", 16384, 8),
-    ("MPT-13b", 2048, 64),
-    ("MPT-30b", 2048, 128),
-    ("MPT-70b", 2048, 128),
-)
-EVERY_MPT = 8  # Of the other rows of MPT every eighth is rehearsed, in the order of the table,
-EVERY_INTERNLM = 2  # and every second one of InternLM.
 MOST_PASSES = 128  # A step with more passes of layers takes minutes to rehearse.
 ONCE_A_STEP = ("zero1", "zero1 in host")  # These gather and average once a step.
 ONE_KERNEL_S = 1.0  # On a device without limits, whose kernels take so long, seconds count kernels.
@@ -146,22 +131,13 @@ def can_be_rehearsed(run: Run) -> bool:
     return in_one_group and run.layers * run.accumulate <= MOST_PASSES
 
 
-def rows_of(family: str, every: int) -> Part:
-    """Rehearse the rows of a family that have a name in NAMED, and of the others `every` so many.
-
-    Constants are those of a fit that did not see the row's model.
-    """
-    named = []
-    others = []
+def rows_of(family: str) -> Part:
+    """Rehearse all rows of a family that can be, by a fit that did not see the row's model."""
+    rows = []
     for run, measured in today():
         if run.model.startswith(family) and can_be_rehearsed(run):
-            is_named = (run.model, run.seq, run.gpus) in NAMED
-            chosen = named if is_named else others
-            chosen.append((run, measured))
-    rows = []
-    for run, measured in named + others[::every]:
-        seen = [pair for pair in today() if not pair[0].model.startswith(first_word(run.model))]
-        rows.append(row_of(run, measured, fit_transformer(seen, TODAY)))
+            seen = [pair for pair in today() if not pair[0].model.startswith(first_word(run.model))]
+            rows.append(row_of(run, measured, fit_transformer(seen, TODAY)))
     return Part(rows, promises_of(rows))
 
 
@@ -172,12 +148,12 @@ def first_word(model: str) -> str:
 
 def mpt(args: Any) -> Part:
     """Return rows of llm-foundry's MPT under FSDP."""
-    return rows_of("MPT", EVERY_MPT)
+    return rows_of("MPT")
 
 
 def internlm(args: Any) -> Part:
     """Return rows of InternEvo's InternLM under ZeRO-1."""
-    return rows_of("InternLM", EVERY_INTERNLM)
+    return rows_of("InternLM")
 
 
 def llama(args: Any) -> Part:
