@@ -31,11 +31,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddp_course import ladder, problems
-from ddp_course.files import replace_file, writable_folder
+from ddp_course.base.files import replace_file, writable_folder
+from ddp_course.base.torch_private import busy_gpu
 from ddp_course.lab.measuring import comparison
 from ddp_course.lab.measuring.on_your_gpus import on_your_gpus
 from ddp_course.stage6_ddp import DistributedDataParallel
-from ddp_course.torch_private import busy_gpu
 from manyranks.devices import rank_device
 from manyranks.devices.placement import nccl_can_share, placement, usable_gpus
 from manyranks.errors import LaunchError, LaunchTimeout, RankError

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_course.files import replace_file, writable_folder
+from ddp_course.base.files import replace_file, writable_folder
 
 Row = dict[str, Any]
 

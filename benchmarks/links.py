@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tqdm.auto import tqdm
 
 from ddp_course import stage3_paramserver, stage4_ring, wire
-from ddp_course.files import replace_file
+from ddp_course.base.files import replace_file
 from ddp_course.lab.measuring import theory
 from manyranks import links
 from manyranks.launching.launch import launch

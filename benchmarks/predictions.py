@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import LinearConstraint, least_squares, milp
 
-from ddp_course.files import replace_file
+from ddp_course.base.files import replace_file
 from ddp_course.lab.measuring import facts
 from ddp_predictions import frozen, one_host, transformers
 from ddp_predictions.runs import read_run

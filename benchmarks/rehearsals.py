@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ddp_course.files import replace_file
+from ddp_course.base.files import replace_file
 from ddp_course.lab.measuring import facts
 from ddp_predictions import frozen, programs
 from ddp_predictions.runs import read_run

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from ddp_course import problems, stage4_ring, wire
-from ddp_course.files import replace_file
+from ddp_course.base.files import replace_file
 from ddp_course.lab.measuring import theory, traces
 from ddp_course.lab.measuring.on_your_gpus import (
     LONG_ENOUGH_S,

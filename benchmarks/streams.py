@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import wire
-from ddp_course.torch_private import timeout_of
+from ddp_course.base.torch_private import timeout_of
 
 ADDRESS_BYTES = 128  # "host port password" is filled up to this length with spaces.
 PASSWORD_BYTES = 16

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from manyranks.torch_inside import tensors_in
 
-from .replicas import check_replicas
+from .base.replicas import check_replicas
+from .base.torch_private import returned_by_grad, uncompiled
 from .stage3_paramserver import trainable
-from .torch_private import returned_by_grad, uncompiled
 
 
 def check_model(module: torch.nn.Module, group: Any) -> None:

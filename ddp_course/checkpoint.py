@@ -26,8 +26,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from . import files
-from .errors import CheckpointError
+from .base import files
+from .base.errors import CheckpointError
 
 WRITER = ".writer"
 PATIENCE_SECONDS = 3.0

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from manyranks.torch_inside import tree_leaves
 
-from .torch_private import group_like
+from .base.torch_private import group_like
 from .wire import warm_up
 
 _threads: WeakKeyDictionary = WeakKeyDictionary()  # the thread of each process group

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD
 
-from .losses import cross_entropy
+from .base.losses import cross_entropy
 
 NAMES = ("digits", "bytes", "synthetic")
 Batch = tuple[Tensor, Tensor]  # inputs and targets

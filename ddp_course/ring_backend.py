@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import Tensor
 
+from .base.torch_private import GroupOverAnother, group_like
 from .stage4_ring import allgather, reduce_scatter, ring_all_reduce
-from .torch_private import GroupOverAnother, group_like
 
 
 def register(

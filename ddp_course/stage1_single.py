@@ -2,7 +2,7 @@
 
 from torch.optim import SGD
 
-from .losses import cross_entropy
+from .base.losses import cross_entropy
 
 
 def train(model, batches, lr, loss=cross_entropy, optimizer=SGD):

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch.optim import SGD
 
-from .losses import cross_entropy
+from .base.losses import cross_entropy
 
 
 def scatter(tensor, devices):

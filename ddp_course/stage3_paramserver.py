@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.optim import SGD
 
 from . import wire
-from .losses import cross_entropy
-from .missing import gradient_of
-from .replicas import check_replicas
+from .base.losses import cross_entropy
+from .base.missing import gradient_of
+from .base.replicas import check_replicas
 
 
 @torch.no_grad()

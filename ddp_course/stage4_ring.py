@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.optim import SGD
 
 from . import wire
-from .losses import cross_entropy
+from .base.losses import cross_entropy
 from .stage3_paramserver import broadcast_parameters, flattened, gradients, unflatten
 
 

@@ -23,12 +23,12 @@ from torch.optim import SGD
 from manyranks.torch_inside import after_backward
 
 from . import wire
+from .base.losses import cross_entropy
+from .base.torch_private import accumulators_of, uncompiled
 from .before_bucketing import check_backward, check_gradient, check_model, check_pass, refuse
 from .communication import communication_thread, keep_for_backward
-from .losses import cross_entropy
 from .stage3_paramserver import broadcast_parameters, trainable
 from .stage4_ring import ring_all_reduce
-from .torch_private import accumulators_of, uncompiled
 
 DEFAULT_CAP_MB = 25.0
 

@@ -41,16 +41,16 @@ from torch.nn.functional import linear
 from torch.optim import SGD
 
 from . import checkpoint, wire
-from .losses import cross_entropy
+from .base.losses import cross_entropy
+from .base.replicas import check_replicas
+from .base.torch_private import allow_foreach, as_plain_tensors, uncompiled, wrapper_around
 from .mesh import mesh
 from .problems import TransformerBlock
-from .replicas import check_replicas
 from .stage3_paramserver import broadcast_parameters, gradients
 from .stage4_ring import average_on_ring, ring_all_reduce
 from .stage7_sharded.clipping import total_norm
 from .stage7_sharded.parts import PartOfParameter, refuse_with
 from .stage7_sharded.shardable import check_model
-from .torch_private import allow_foreach, as_plain_tensors, uncompiled, wrapper_around
 
 # These may stand between the two layers of a pair, since they work element by element.
 ACTIVATIONS = {nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid}

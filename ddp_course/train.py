@@ -38,9 +38,9 @@ from manyranks.errors import ManyranksError
 from manyranks.joining.join import join
 
 from . import checkpoint, ladder, problems
-from .errors import CheckpointError, CourseError
+from .base.errors import CheckpointError, CourseError
+from .base.options import positive_number, whole_number
 from .job import Job, make_job
-from .options import positive_number, whole_number
 
 # A checkpoint of this script has these keys.
 STATE = {"step", "losses", "model", "random", "world_size", "settings"}

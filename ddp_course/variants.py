@@ -13,7 +13,7 @@ from torch.optim import SGD
 from manyranks.devices import rank_device
 
 from . import stage1_single, stage4_ring, wire
-from .losses import cross_entropy
+from .base.losses import cross_entropy
 from .stage3_paramserver import broadcast_parameters
 from .stage7_sharded import ShardedOptimizer
 

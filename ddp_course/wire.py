@@ -24,8 +24,8 @@ from manyranks import clocks, flight_recorder
 from manyranks.devices import emulation
 from manyranks.torch_inside import tensors_in
 
-from .event_clock import EventClock
-from .torch_private import as_plain_tensors, default_store, group_like
+from .base.event_clock import EventClock
+from .base.torch_private import as_plain_tensors, default_store, group_like
 
 Group = dist.ProcessGroup | None
 SECONDS_TO_SAY = 1.0  # Ranks of a collective that has failed have this long to say that they came.

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ddp_course.torch_private import other_collectives
+from ddp_course.base.torch_private import other_collectives
 
 from .errors import TooSlow, Wrong
 from .plain import pack, unpack

@@ -1,6 +1,6 @@
 """The errors of answers to exercises, and of the notebooks with these answers."""
 
-from ddp_course.errors import CourseError
+from ddp_course.base.errors import CourseError
 
 
 class Wrong(CourseError):

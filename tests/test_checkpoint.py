@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import checkpoint, launch
-from ddp_course.errors import CheckpointError
+from ddp_course.base.errors import CheckpointError
 
 
 def state_of(number, size=1000):

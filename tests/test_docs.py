@@ -12,7 +12,7 @@ import pytest
 from chromium import running_browser
 from PIL import Image
 
-from ddp_course import errors
+from ddp_course.base import errors
 from ddp_course.lab.measuring.results import Comparison
 from ddp_course.lab.showing.plots import comparison_message
 from ddp_exercises import errors as exercise_errors

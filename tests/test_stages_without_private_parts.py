@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_course import torch_private
+from ddp_course.base import torch_private
 from manyranks import ManyranksError
 
 ROOT = Path(__file__).parents[1]

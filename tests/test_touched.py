@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
         ("ddp_course/wire.py", "tests/test_wire.py"),
         ("manyranks/launching/rank.py", "tests/manyranks/launching"),
         ("ddp_course/collectives/tree.py", "tests/collectives"),
-        ("ddp_course/errors.py", "tests/test_docs.py"),
+        ("ddp_course/base/errors.py", "tests/test_docs.py"),
         ("manyranks/errors.py", "tests/manyranks/launching"),
         ("manyranks/clocks/table.py", "tests/lab/measuring/test_comparison.py"),
         ("ddp_course/mesh.py", "tests/test_stage9_tensor.py"),

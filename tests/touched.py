@@ -23,23 +23,25 @@ ALSO = {  # the first prefix that fits counts, beside the tests that the name sa
     "manyranks/auditing": "tests/test_script.py",
     "manyranks/joining": "tests/test_train_script.py",
     "manyranks/this_torch": "tests/test_stages_without_private_parts.py",
-    "ddp_course/torch_private": "tests/test_stages_without_private_parts.py",
+    "ddp_course/base/torch_private": "tests/test_stages_without_private_parts.py",
     "ddp_course/lab/measuring": "tests/lab/measuring tests/lab/commands",
-    "ddp_course/errors": "tests/test_docs.py tests/test_checkpoint.py",
+    "ddp_course/base/errors": "tests/test_docs.py tests/test_checkpoint.py",
     "manyranks/errors": "tests/manyranks/launching tests/test_faults.py",
     "ddp_course/collectives": (
         "tests/stage6_ddp/test_stage6_ddp.py tests/stage6_ddp/test_programs.py"
         " tests/test_every_order_of_stages.py tests/lab/measuring/test_theory.py"
         " tests/test_contributing.py"
     ),
-    "ddp_course/missing": "tests/test_stage3_paramserver.py tests/test_stage9_right_or_refused.py",
-    "ddp_course/replicas": "tests/stage7_sharded tests/test_stage9_right_or_refused.py",
+    "ddp_course/base/missing": (
+        "tests/test_stage3_paramserver.py tests/test_stage9_right_or_refused.py"
+    ),
+    "ddp_course/base/replicas": "tests/stage7_sharded tests/test_stage9_right_or_refused.py",
     "ddp_course/before_bucketing": "tests/test_stage5_bucketed.py",
     "ddp_course/mesh": "tests/test_stage9_tensor.py tests/test_stage8_pipeline.py",
     "ddp_course/variants": "tests/lab/commands/test_compare.py",
     "ddp_course/train": "tests/test_train_script.py",
     "ddp_course/script": "tests/test_train_script.py",
-    "ddp_course/options": "tests/lab/commands/test_numbers.py",
+    "ddp_course/base/options": "tests/lab/commands/test_numbers.py",
     "ddp_course/lab": "tests/lab/commands tests/exercises",
     "exercises": "tests/exercises tests/test_clinic.py",
     "authoring/lessons": "tests/test_notebooks.py",

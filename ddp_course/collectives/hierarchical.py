@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from .. import wire
+from ..base.torch_private import default_group
 from ..stage4_ring import allgather, reduce_scatter
-from ..torch_private import default_group
 from .strides import copy_back, flat_memory
 
 

@@ -14,7 +14,7 @@ from importlib import import_module, metadata
 
 from manyranks.errors import ManyranksError
 
-from ..errors import CourseError
+from ..base.errors import CourseError
 from .waiting import say_while
 
 # Each command has a module with main(args), which returns the exit code (None for 0). The module

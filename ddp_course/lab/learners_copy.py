@@ -8,7 +8,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from ..files import write_whole
+from ..base.files import write_whole
 
 RECORD = ".ddp-course.json"  # `ddp-course lab` marks a copy with this file.
 PROGRESS = ".ddp-course-progress.json"  # This file of a copy has all that is kept.

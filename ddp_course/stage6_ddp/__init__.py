@@ -23,7 +23,7 @@ Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Paralle
 
 from torch.optim import SGD
 
-from ..losses import cross_entropy
+from ..base.losses import cross_entropy
 from .bucket_sums import GradBucket
 from .ddp import DistributedDataParallel
 from .sync_batchnorm import SyncBatchNorm

@@ -12,7 +12,7 @@ import weakref
 from itertools import chain
 from operator import attrgetter, is_
 
-from ..torch_private import uncompiled
+from ..base.torch_private import uncompiled
 from .unused import converted
 
 trains = attrgetter("requires_grad")

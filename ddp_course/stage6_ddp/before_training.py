@@ -11,7 +11,7 @@ from manyranks.errors import MismatchError
 from manyranks.torch_inside import is_wrapper
 
 from .. import wire
-from ..torch_private import default_group
+from ..base.torch_private import default_group
 
 
 def trainable(module, ignored):

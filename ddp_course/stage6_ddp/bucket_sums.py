@@ -11,8 +11,8 @@ the function that it returns waits for the end, and returns the tensor with the 
 import torch.distributed as dist
 
 from .. import wire
+from ..base.torch_private import Future
 from ..communication import communication_thread
-from ..torch_private import Future
 
 
 class GradBucket:

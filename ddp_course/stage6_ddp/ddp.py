@@ -16,8 +16,8 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from manyranks.torch_inside import tree_map_only
 
-from ..replicas import check_replicas
-from ..torch_private import unnoticed_by_autograd
+from ..base.replicas import check_replicas
+from ..base.torch_private import unnoticed_by_autograd
 from . import before_training
 from .after_wrapping import Inventory
 from .bucket_sums import by_algorithm, by_backend, by_hook

@@ -18,7 +18,7 @@ from torch.func import functional_call
 
 from manyranks.torch_inside import after_backward, backward_pass, tensors_in, tree_map_only
 
-from ..torch_private import uncompiled, with_weights
+from ..base.torch_private import uncompiled, with_weights
 
 
 class LowPrecision:

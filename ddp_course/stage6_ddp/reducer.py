@@ -31,7 +31,7 @@ from manyranks.errors import MismatchError
 from manyranks.torch_inside import after_backward, backward_pass, tensors_in
 
 from .. import wire
-from ..torch_private import accumulators_of, returned_by_grad, uncompiled
+from ..base.torch_private import accumulators_of, returned_by_grad, uncompiled
 from .bucket_sums import GradBucket
 from .buckets import NO_LIMIT, Bucket, SparseBucket, bucket_assignment
 from .unused import (

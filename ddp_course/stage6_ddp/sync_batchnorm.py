@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ..torch_private import BatchNorm
+from ..base.torch_private import BatchNorm
 
 
 class SyncBatchNorm(BatchNorm):

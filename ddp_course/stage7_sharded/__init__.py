@@ -26,7 +26,7 @@ Sources: Rajbhandari et al., ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023
 
 from torch.optim import SGD
 
-from ..losses import cross_entropy
+from ..base.losses import cross_entropy
 from .fsdp import FullyShardedDataParallel
 from .optimizer import ShardedOptimizer
 

@@ -6,7 +6,7 @@ import torch
 
 from manyranks.torch_inside import tree_leaves
 
-from ..torch_private import as_plain_tensors
+from ..base.torch_private import as_plain_tensors
 from .flat import Flat, Shard, gather_chunks
 from .parts import label
 

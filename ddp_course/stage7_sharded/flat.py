@@ -11,9 +11,9 @@ import torch.distributed as dist
 from manyranks.torch_inside import tree_map_only
 
 from .. import communication, wire
+from ..base.torch_private import allow_foreach, as_plain_tensors, timeout_of
 from ..stage4_ring import allgather, reduce_scatter
 from ..stage6_ddp.unused import count_users
-from ..torch_private import allow_foreach, as_plain_tensors, timeout_of
 from .parts import PartOfParameter, refuse_with
 
 gather_chunks = wire.collective(allgather)

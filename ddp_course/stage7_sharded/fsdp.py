@@ -14,9 +14,9 @@ from manyranks import flight_recorder
 from manyranks.torch_inside import after_backward, backward_pass, tensors_in
 
 from .. import communication, wire
+from ..base.torch_private import uncompiled
 from ..stage3_paramserver import broadcast_parameters
 from ..stage6_ddp.buffers import broadcast_tensors
-from ..torch_private import uncompiled
 from .blocks import Block, assign_blocks, default_blocks, holders_of
 from .clipping import clip_grad_norm_
 from .flat import (

@@ -10,8 +10,8 @@ So it sends as much as stage 4 and keeps 1/K of the optimizer's state.
 
 import torch
 
+from ..base.replicas import check_replicas
 from ..communication import failing_together
-from ..replicas import check_replicas
 from ..stage3_paramserver import broadcast_parameters
 from ..stage5_bucketed import assign_buckets
 from ..stage6_ddp.before_training import same_on_all_ranks

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from manyranks.torch_inside import tensors_in, tree_map_only
 
-from ..torch_private import Operator, allow_foreach, as_plain_tensors
+from ..base.torch_private import Operator, allow_foreach, as_plain_tensors
 
 # These functions copy elements, convert them, or make room for as many.
 SAME_ELEMENTS = """

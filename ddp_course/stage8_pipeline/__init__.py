@@ -38,7 +38,7 @@ SC 2021 (interleaved); Qi et al., Zero bubble pipeline parallelism, ICLR 2024.
 import torch.distributed as dist
 from torch.optim import SGD
 
-from ..losses import cross_entropy
+from ..base.losses import cross_entropy
 from ..mesh import mesh
 from ..stage3_paramserver import broadcast_parameters
 from .instructions import Backward, BackwardInput, BackwardWeight, Forward, Instruction

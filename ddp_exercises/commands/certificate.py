@@ -13,7 +13,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from ddp_course.files import replace_file
+from ddp_course.base.files import replace_file
 from ddp_course.lab.learners_copy import find_copy, progress_in
 
 from ..errors import GradingError

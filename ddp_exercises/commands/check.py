@@ -11,9 +11,9 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from ddp_course.base.options import whole_number
 from ddp_course.lab.learners_copy import find_copy, keep, progress_in
 from ddp_course.lab.waiting import say_while
-from ddp_course.options import whole_number
 
 from .. import SO_FAR
 from ..diagnosis import wrong_cases

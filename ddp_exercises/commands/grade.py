@@ -6,8 +6,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from ddp_course.files import writable_folder
-from ddp_course.options import positive_number, whole_number
+from ddp_course.base.files import writable_folder
+from ddp_course.base.options import positive_number, whole_number
 from ddp_exercises.errors import GradingError
 from manyranks.linux import usable_cores
 

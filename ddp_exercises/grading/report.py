@@ -10,7 +10,7 @@ from typing import Any
 
 import jinja2
 
-from ddp_course.files import replace_file
+from ddp_course.base.files import replace_file
 
 from .comments import EXCUSED
 from .remarks import likeness

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ddp_course import files
+from ddp_course.base import files
 from manyranks import presets
 
 from ..answers import Answer, answer_of

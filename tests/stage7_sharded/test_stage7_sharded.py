@@ -13,11 +13,11 @@ from oracles import tiny_batches, tiny_model, trained_alone, weights
 from torch.nn.functional import cross_entropy
 
 from ddp_course import launch, problems, stage5_bucketed, stage7_sharded, wire
+from ddp_course.base.torch_private import as_plain_tensors
 from ddp_course.stage4_ring import average_on_ring
 from ddp_course.stage5_bucketed import assign_buckets
 from ddp_course.stage7_sharded import FullyShardedDataParallel, ShardedOptimizer
 from ddp_course.stage7_sharded.flat import Flat
-from ddp_course.torch_private import as_plain_tensors
 
 PARAMETERS = sum(parameter.numel() for parameter in tiny_model().parameters())
 OPTIMIZERS = {

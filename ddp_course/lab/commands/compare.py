@@ -17,8 +17,8 @@ from manyranks.joining.parent import JOB
 from manyranks.links import MODES
 
 from ... import ladder
-from ...files import replace_file, writable_folder
-from ...options import positive_number, whole_number
+from ...base.files import replace_file, writable_folder
+from ...base.options import positive_number, whole_number
 from ..measuring import emulated
 from ..measuring.comparison import DEFAULT_STAGES, run, run_on_sockets_too
 from ..measuring.on_your_gpus import large_problem, name_devices

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from ...files import replace_file
+from ...base.files import replace_file
 from ..folders import course_folder
 from ..learners_copy import RECORD
 from ..waiting import say_while

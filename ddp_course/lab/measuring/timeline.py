@@ -22,7 +22,7 @@ from manyranks.devices import device_number
 from manyranks.torch_inside import around
 
 from ... import wire
-from ...event_clock import EventClock
+from ...base.event_clock import EventClock
 
 # During spans of these names in its compute lane a device computes nothing.
 BLOCKING = ("communication", "wait")

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
-from ddp_course import Link, files, ladder, problems, stage3_paramserver, stage4_ring
+from ddp_course import Link, ladder, problems, stage3_paramserver, stage4_ring
+from ddp_course.base import files
 from ddp_course.lab import cli, compare
 from ddp_course.lab.folders import course_folder
 from ddp_course.lab.measuring.results import VERSION, Comparison

@@ -3,8 +3,8 @@
 import pytest
 
 from ddp_course import problems, train
+from ddp_course.base.options import positive_number, whole_number
 from ddp_course.lab import cli
-from ddp_course.options import positive_number, whole_number
 
 WHOLE = "must be a whole number, 1 to 999999999999"
 WHOLE_OR_ZERO = "must be a whole number, 0 to 999999999999"

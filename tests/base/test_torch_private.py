@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 import ddp_course
-from ddp_course import launch, torch_private
+from ddp_course import launch
+from ddp_course.base import torch_private
 from manyranks import torch_inside
 
 ROOT = Path(ddp_course.__file__).parents[1]
