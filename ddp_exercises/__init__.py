@@ -39,7 +39,8 @@ def check(number: str, *answers: Any, seed: int | None = None) -> None:
     # These modules import torch, which takes seconds.
     from .any_order import confirm
     from .diagnosis import verdict
-    from .evidence import Attempt, find, gather, known_attempts, solution_attempt
+    from .evidence import Attempt, gather, known_attempts, solution_attempt
+    from .tasks import find
 
     definition = find(number)
     call = f'check("{number}", {", ".join(definition.names)}'
@@ -48,7 +49,7 @@ def check(number: str, *answers: Any, seed: int | None = None) -> None:
     if seed is None:
         seed = secrets.randbelow(100_000)
     inputs = definition.inputs(seed)
-    attempt = Attempt(number, inputs, answers)
+    attempt = Attempt(definition, inputs, answers)
     solution, evidence = gather([solution_attempt(definition, inputs), attempt])
     result = verdict(
         definition, evidence, solution, lambda: gather(known_attempts(definition, inputs))

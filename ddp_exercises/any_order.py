@@ -18,7 +18,7 @@ from manyranks.orders.verdict import judge
 from .attempt import Attempt, make_attempts
 from .diagnosis import Verdict, nothing
 from .evidence import STILL_RUNNING, TOO_LATE
-from .tasks import check_files, find
+from .tasks import check_files
 
 SECONDS = 60.0  # An attempt that takes longer keeps the verdict that it has.
 ADVICE = {
@@ -41,7 +41,7 @@ def confirm(
     hung, the new verdict says why. `enter` sets a submission's limits; an attempt that takes longer
     than `seconds` keeps its `verdict`.
     """
-    task = find(attempt.number)
+    task = attempt.task
     hung = verdict.message.startswith((TOO_LATE, STILL_RUNNING))
     if not task.every_order or (verdict.message and not hung):
         return verdict
@@ -70,8 +70,9 @@ def events_of(attempt: Attempt, enter: Callable | None, seconds: float) -> list:
     """
     with tempfile.TemporaryDirectory(prefix="ddp_course_") as folder, suppress(ManyranksError):
         undelayed = [None]  # one run, in which no message is held up
-        ranks = find(attempt.number).ranks
         arguments = ([attempt], folder, enter)
-        events, _ = every.run(undelayed, ranks, make_attempts, arguments, {}, timeout=seconds)
+        events, _ = every.run(
+            undelayed, attempt.task.ranks, make_attempts, arguments, {}, timeout=seconds
+        )
         return events
     return []

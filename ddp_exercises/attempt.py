@@ -28,7 +28,7 @@ from ddp_course.base.torch_private import other_collectives
 
 from .errors import TooSlow, Wrong
 from .plain import pack, unpack
-from .tasks import Task, find
+from .tasks import Task
 
 OURS = ("torch.", "ddp_course.", "exercise_checks.")  # These modules may call what is forbidden.
 LONG = timedelta(seconds=1000)  # No rank gives up before the launch does, so deadlocks are found.
@@ -48,12 +48,12 @@ reading = threading.Lock()
 
 
 class Attempt(NamedTuple):
-    """The `answers` to task `number`, in the form in which they travel to ranks.
+    """The `answers` to a task, in the form in which they travel to ranks.
 
     They are functions, or pickled with the source of their cells, or {id: source} of cells to run.
     """
 
-    number: str
+    task: Task
     inputs: dict
     answers: Any
 
@@ -80,12 +80,12 @@ def make_attempts(
     """
     rank = dist.get_rank()
     ranks = dist.get_world_size()
-    tasks = [find(attempt.number) for attempt in attempts]
     make_groups()
     if enter:
         enter(folder)
     silence_libraries()
-    for place, (task, attempt) in enumerate(zip(tasks, attempts, strict=True)):
+    for place, attempt in enumerate(attempts):
+        task = attempt.task
         answers = load(task, attempt.answers)
         if ranks > 1:
             # Without this a rank could wait in an answer for one that is still loading.
@@ -136,7 +136,7 @@ def assemble(attempt: Attempt, contents: Sequence[bytes]) -> Evidence:
     A task's `read` is called here, in the grader's process, where nothing of the answer runs.
     """
     values: dict = {}
-    task = find(attempt.number)
+    task = attempt.task
     alone = task.ranks == 1
     try:
         of_ranks = [unpack(content) for content in contents]

@@ -19,7 +19,7 @@ from manyranks.links import Link
 
 from .attempt import Attempt, Evidence, assemble, make_attempts
 from .errors import TooSlow
-from .tasks import Task, cells_with, check_files, find, known_wrong, of_exercise, solution
+from .tasks import Task, cells_with, check_files, known_wrong, of_exercise, solution
 
 ONE_HOST = Link(hosts=1)
 TOO_LATE = "not finished in time"
@@ -67,19 +67,20 @@ def gather(
     began = time.monotonic()
     first_took = 0.0  # the seconds that the first attempt took, from its launch on
     while waiting:
-        planned = PATIENCE * sum(find(attempt.number).seconds for attempt in waiting)
+        planned = PATIENCE * sum(attempt.task.seconds for attempt in waiting)
         patience = max(planned, SLOWER * first_took)
         if seconds is not None:
             patience = began + seconds - time.monotonic()
             if patience <= 0:
                 break
-        written, failure, took = launch_attempts(waiting, enter, on_rank, link, patience)
-        for attempt, of_ranks in zip(waiting, written, strict=False):
-            results.append(assemble(attempt, of_ranks)._replace(seconds=took))
-        waiting = waiting[len(written) :]
+        made = launch_attempts(waiting, enter, on_rank, link, patience)
+        for attempt, of_ranks in zip(waiting, made.written, strict=False):
+            results.append(assemble(attempt, of_ranks)._replace(seconds=made.first_took))
+        waiting = waiting[len(made.written) :]
+        failure = made.failure
         if not failure:
             break
-        first_took = first_took or took
+        first_took = first_took or made.first_took
         # If the machine is slower than was planned for, the next launch has more time.
         if (
             isinstance(failure, LaunchTimeout)
@@ -89,20 +90,32 @@ def gather(
             continue
         if waiting:
             failed = waiting.pop(0)
-            results.append(Evidence(None, explain(failure, find(failed.number))))
+            results.append(Evidence(None, explain(failure, failed.task)))
     return results
 
 
 def solution_attempt(task: Task, inputs: dict) -> Attempt:
     """Return the attempt with the course's own solution."""
-    return Attempt(task.number, inputs, cells_with(task.number, solution(task.number)))
+    return Attempt(task, inputs, cells_with(task.number, solution(task.number)))
 
 
 def known_attempts(task: Task, inputs: dict) -> list[Attempt]:
     """Return attempts with an answer that does nothing, and then with the known wrong ones."""
     texts = ["\n".join(f"def {name}(*args, **kwargs): pass" for name in task.names)]
     texts += [answer.source for answer in known_wrong(task.number)]
-    return [Attempt(task.number, inputs, cells_with(task.number, text)) for text in texts]
+    return [Attempt(task, inputs, cells_with(task.number, text)) for text in texts]
+
+
+class Launched(NamedTuple):
+    """What became of attempts in one launch.
+
+    `written` is what ranks wrote, by attempt and by rank, `failure` is the error that ended the
+    launch, and the first evidence was there after `first_took` seconds.
+    """
+
+    written: list[list[bytes]]
+    failure: ManyranksError | None
+    first_took: float
 
 
 def launch_attempts(
@@ -111,12 +124,9 @@ def launch_attempts(
     on_rank: Callable,
     link: Link,
     patience: float,
-) -> tuple[list, ManyranksError | None, float]:
-    """Return what the ranks of one launch wrote, by attempt and by rank.
-
-    Also return the error that ended the launch, and the seconds up to the first evidence.
-    """
-    ranks = find(attempts[0].number).ranks
+) -> Launched:
+    """Make attempts in one launch, which takes at most `patience` seconds."""
+    ranks = attempts[0].task.ranks
     failure = None
     began = time.time()
     with tempfile.TemporaryDirectory(prefix="ddp_course_") as folder:
@@ -140,7 +150,7 @@ def launch_attempts(
             if all(file.exists() for file in files):
                 written.append([file.read_bytes() for file in files])
                 first_end = min(first_end, files[0].stat().st_mtime)
-        return written, failure, first_end - began
+        return Launched(written, failure, first_end - began)
 
 
 def explain(error: ManyranksError, task: Task) -> str:

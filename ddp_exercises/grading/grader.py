@@ -93,7 +93,7 @@ class Judge:
             task = find(number)
             with self.lock:
                 solutions_took += self.right(task).seconds
-            attempt = Attempt(number, task.inputs(self.seed), content)
+            attempt = Attempt(task, task.inputs(self.seed), content)
             companies.setdefault((task.ranks, bool(task.every_order)), []).append(attempt)
         left = max(seconds, SLOWER * solutions_took)
         failed: list[tuple[Attempt, Verdict]] = []
@@ -105,21 +105,19 @@ class Judge:
             left -= time.monotonic() - began
             for attempt, evidence in zip_longest(company, evidences):
                 if evidence:
-                    last_tried = attempt.number
+                    last_tried = attempt.task.number
                     said = self.compared(attempt, evidence)
                 else:
-                    said = nothing(
-                        find(attempt.number), f"not tried: {last_tried} took all of the time"
-                    )
+                    said = nothing(attempt.task, f"not tried: {last_tried} took all of the time")
                 if said.message:
                     failed.append((attempt, said))
                 else:
-                    yield attempt.number, said
+                    yield attempt.task.number, said
         for place, (attempt, said) in enumerate(failed):
             began = time.monotonic()
             said = self.try_alone(attempt, said, limits, left / (len(failed) - place))
             left -= time.monotonic() - began
-            yield attempt.number, said
+            yield attempt.task.number, said
 
     def try_alone(
         self, attempt: Attempt, said: Verdict, limits: Callable, seconds: float
@@ -129,7 +127,7 @@ class Judge:
         If there is no time for the launch, return `said`, the verdict before.
         """
         # Each of the two launches has one half of the time.
-        if find(attempt.number).every_order:
+        if attempt.task.every_order:
             seconds /= 2
         evidences = gather([attempt], limits, seconds=seconds)
         if not evidences:
@@ -138,7 +136,7 @@ class Judge:
 
     def compared(self, attempt: Attempt, evidence: Evidence) -> Verdict:
         """Return the verdict on an attempt with this evidence."""
-        task = find(attempt.number)
+        task = attempt.task
         with self.lock:
             return verdict(task, evidence, self.right(task), partial(self.known, task))
 

@@ -82,7 +82,7 @@ def question_about(result: Result, judge: Judge, seconds: float) -> Question | N
 
 def said_of_known(task: Task, judge: Judge, chance: random.Random) -> list[str]:
     """Return what the check says of the task's known wrong answers, in any order."""
-    attempt = Attempt(task.number, {}, None)
+    attempt = Attempt(task, {}, None)
     _, *evidences = judge.known(task)  # The first one does nothing.
     messages = [first_line(judge.compared(attempt, evidence)) for evidence in evidences]
     return chance.sample(messages, len(messages))
@@ -103,10 +103,11 @@ def what_is_said(
     """
     changes = list(mutations(result.answer))
     changes = chance.sample(changes, min(MOST, len(changes)))
-    inputs = find(result.id).inputs(judge.seed)
+    task = find(result.id)
+    inputs = task.inputs(judge.seed)
     attempts = []
     for text, _ in [(result.answer, ""), *changes]:
-        attempts.append(Attempt(result.id, inputs, cells_with(result.id, text)))
+        attempts.append(Attempt(task, inputs, cells_with(result.id, text)))
     with tempfile.TemporaryDirectory(prefix="ddp_course_grading_") as folder:
         evidences = gather(attempts, partial(enter, folder), seconds=seconds)
     said = [first_line(each) for each in map(judge.compared, attempts, evidences)]

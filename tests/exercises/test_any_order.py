@@ -29,7 +29,7 @@ BUSY_LOOPS = 4
 def said_of(number, source):
     """Return what is said of an answer that was right at first, part by part."""
     task = find(number)
-    attempt = Attempt(number, task.inputs(1), cells_with(number, source))
+    attempt = Attempt(task, task.inputs(1), cells_with(number, source))
     return confirm(nothing(task, ""), attempt).parts
 
 
@@ -271,7 +271,7 @@ def test_an_answer_that_hangs_is_told_which_send_nobody_keeps(number, own, edit,
     monkeypatch.setattr(evidence, "PATIENCE", 2.0)
     monkeypatch.setattr(evidence, "SLOWER", 0.0)
     source = own + edited(number, edit)
-    attempt = Attempt(number, find(number).inputs(1), cells_with(number, source))
+    attempt = Attempt(find(number), find(number).inputs(1), cells_with(number, source))
     failure = gather([attempt])[0].failure
     assert failure.startswith((TOO_LATE, STILL_RUNNING)), "the message was not lost"
     message = confirm(nothing(find(number), failure), attempt).message

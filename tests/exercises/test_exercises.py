@@ -131,7 +131,7 @@ def test_on_a_slow_machine_an_answer_may_wait_as_the_solution_does(monkeypatch):
     monkeypatch.setattr(evidence, "SLOWER", 1000.0)
     task = find("4.1")
     inputs = task.inputs(1)
-    slow = Attempt("4.1", inputs, cells_with("4.1", f"{THREE_SECONDS}{solution('4.1')}"))
+    slow = Attempt(task, inputs, cells_with("4.1", f"{THREE_SECONDS}{solution('4.1')}"))
     right, slowly = gather([solution_attempt(task, inputs), slow])
     assert not verdict(task, slowly, right, list).message
 

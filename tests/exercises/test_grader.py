@@ -335,7 +335,7 @@ def test_a_task_is_told_as_soon_as_it_is_judged(tmp_path, monkeypatch):
     events = []
 
     def confirm(verdict, attempt, limits, seconds):
-        events.append(f"tried again: {attempt.number}")
+        events.append(f"tried again: {attempt.task.number}")
         return verdict
 
     monkeypatch.setattr(grader, "confirm", confirm)

@@ -65,7 +65,7 @@ def test_what_a_task_asks_for_is_in_every_draw(task):
     for seed in range(draws):
         inputs = task.inputs(seed)
         for text in (solution(task.number), *sources(answers)):
-            attempts.append(Attempt(task.number, inputs, cells_with(task.number, text)))
+            attempts.append(Attempt(task, inputs, cells_with(task.number, text)))
     evidence = iter(gather(attempts))
     passed = []
     for seed in range(draws):

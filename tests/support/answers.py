@@ -39,7 +39,7 @@ def evidence_of(task, sources, seed):
     """
     inputs = task.inputs(seed)
     new = [text for text in dict.fromkeys(sources) if (task.number, seed, text) not in _tried]
-    attempts = [Attempt(task.number, inputs, cells_with(task.number, text)) for text in new]
+    attempts = [Attempt(task, inputs, cells_with(task.number, text)) for text in new]
     for text, evidence in zip(new, gather(attempts), strict=True):
         _tried[task.number, seed, text] = evidence
     return [_tried[task.number, seed, text] for text in sources]
