@@ -297,10 +297,7 @@ def torchs_order(torchs, ranks, microbatches):
 
 
 def against_torch(schedule, name):
-    """Take one step of our pipeline, one of torch's, and one of ours in the order of torch's.
-
-    Return the largest distance of our gradients from torch's, our losses, and torch's loss.
-    """
+    """Take one step of our pipeline, one of torch's, and one of ours in the order of torch's."""
     from torch.distributed import pipelining
 
     rank = dist.get_rank()
