@@ -28,14 +28,14 @@ class Refusals:
         return note
 
     def messages(self):
-        """Make all attempts; return {name: words of the refusal, or "nothing"}."""
+        """Make all attempts; return {name: the refusal with its kind, or "nothing"}."""
         messages = {}
         for name, attempt in self.attempts.items():
             try:
                 attempt.make()
                 messages[name] = "nothing"
             except (RuntimeError, ValueError, TypeError) as error:
-                messages[name] = str(error)
+                messages[name] = f"{type(error).__name__}: {error}"
         return messages
 
     def assert_told(self, messages):
