@@ -489,15 +489,22 @@ def recorded(args: argparse.Namespace) -> Part:
     return Part(rows, [Promise("all-reduces in the trace", rows[0]["all-reduces"], at_least=1)])
 
 
+class Answers:
+    """The table at the end of a report: `rows` with a question and its answer each."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def add(self, question: str, what: str, right: bool | None, because: str) -> None:
+        """Add a row; `right` is None where something was not checked, `because` of a reason."""
+        words = {True: "yes", False: "no", None: f"not checked here, because {because}"}[right]
+        self.rows.append({"is it": question, "what": what, "answer": words})
+
+
 def answers(report: Row) -> list[Row]:
     """Answer each question of the table at the end, a row for each, from the report's parts."""
     parts = report["parts"]
-    rows = []
-
-    def add_row(question: str, what: str, right: bool | None, because: str) -> None:
-        words = {True: "yes", False: "no", None: f"not checked here, because {because}"}[right]
-        rows.append({"is it": question, "what": what, "answer": words})
-
+    table = Answers()
     exact = parts.get("exactness", {}).get("rows", [])
     with_nccl = [row for row in exact if "nccl" in row.get("backend", "")]
     rows_of = {
@@ -509,30 +516,30 @@ def answers(report: Row) -> list[Row]:
         because = ONE_GPU if exact else NOT_ASKED
         if chosen or any("ended by" in row for row in exact):
             right = keeps_all(parts["exactness"])
-        add_row("right", f"all stages end like one device: {name}", right, because)
+        table.add("right", f"all stages end like one device: {name}", right, because)
     for part, what in {
         "compare": "the comparison, stages 1 to 9",
         "lessons": 'the lessons\' cells "On your GPUs"',
         "tests": "the tests that are marked cuda",
     }.items():
-        add_row("right", what, keeps_all(parts.get(part)), NOT_ASKED)
+        table.add("right", what, keeps_all(parts.get(part)), NOT_ASKED)
     for row in parts.get("safety", {}).get("rows", []):
         if "check" in row:
             what = f"{row['check']} ({row['backend']})"
-            add_row("safe", what, row["as it should be"], "nvidia-smi lists no processes")
+            table.add("safe", what, row["as it should be"], "nvidia-smi lists no processes")
             if row["backend"] == "gloo" and row["check"] in UNDER_NCCL:
-                add_row("safe", f"{row['check']} (NCCL)", None, ONE_GPU)
+                table.add("safe", f"{row['check']} (NCCL)", None, ONE_GPU)
     steps_part = parts.get("steps", {})
     timed_rows = steps_part.get("rows") if steps_part.get("GPUs") else None
     fast = keeps_all(steps_part) if timed_rows else None
-    add_row(
+    table.add(
         "fast", "stage 6 takes as long and as much memory as torch's class", fast, "no GPU is here"
     )
     weak = "on all GPUs a step keeps 70 % of its speed, if the batch grows with them"
-    add_row("fast", weak, keeps_all(parts.get("scaling")), SEVERAL)
+    table.add("fast", weak, keeps_all(parts.get("scaling")), SEVERAL)
     traced = "NCCL's all-reduces are in the profiler's trace of a step"
-    add_row("right", traced, keeps_all(parts.get("trace")), SEVERAL)
-    return rows
+    table.add("right", traced, keeps_all(parts.get("trace")), SEVERAL)
+    return table.rows
 
 
 def keeps_all(part: Row | None) -> bool | None:

@@ -36,9 +36,8 @@ def timetable(schedule, forward=1.0, backward=2.0, message=0.0, latency=0.0):
     rows = [[] for _ in schedule]
     free = [0.0 for _ in schedule]  # when each rank has done what it has begun
     arrivals = {None: 0.0}  # when each activation or gradient is where it is needed
-    # A rank has a way out and a way in: these are when each is free again.
-    free_out = [0.0 for _ in schedule]
-    free_in = [0.0 for _ in schedule]
+    free_out = [0.0 for _ in schedule]  # when the way out of each rank is free again
+    free_in = [0.0 for _ in schedule]  # when the way into it is
     while any(waiting):
         # Of all instructions that could be carried out now, the one that ends first is chosen: its
         # message then holds up later ones on the same links.
