@@ -1,6 +1,4 @@
-"""Puts lessons, exercises and documents into the wheel; everything else about the package is in
-pyproject.toml.
-"""
+"""Puts lessons, exercises and documents into the wheel; pyproject.toml says everything else."""
 
 import shutil
 from pathlib import Path

@@ -114,9 +114,7 @@ def write_documents(root):
 
 
 def build_all(root, only=None):
-    """Return {path: notebook without outputs} for all sources, or those whose name starts with one
-    of `only`.
-    """
+    """Return {path: notebook without outputs} for all sources, or those that start as `only`."""
     built = {}
     for source in sorted((root / "authoring" / "lessons").glob("[0-9][0-9]_*.py")):
         if only and not source.name.startswith(tuple(only)):
@@ -136,8 +134,10 @@ def build_all(root, only=None):
 
 
 def add_ways_in(notebook, folder, topic, counterpart):
-    """Put the cells that open a notebook elsewhere below its title, with a link to the exercise of
-    a lesson, or the lesson of an exercise, if its source, `counterpart`, is there.
+    """Put the cells that open a notebook elsewhere below its title.
+
+    A lesson also gets a link to its exercise, and an exercise to its lesson, if the source of that
+    one, `counterpart`, is there.
     """
     other_folder = None
     if counterpart.exists():
@@ -158,9 +158,7 @@ def lesson(source):
 
 
 def exercise(source, solved):
-    """Return the notebook of one exercise: with its solutions, or with NotImplementedError in their
-    places.
-    """
+    """Return the notebook of one exercise: with solutions, or with NotImplementedError instead."""
     cells = read_cells(source)
     titles = {}
     for cell in cells:
@@ -187,9 +185,10 @@ def exercise(source, solved):
 
 
 def without_regions(text, where, solved, message):
-    """Return the text of a cell without its marked regions; if `solved`, with the solutions, and
-    else with a NotImplementedError of this `message` in their places. Refuses markers that are
-    nested, unclosed, misspelt or unopened.
+    """Return the text of a cell without its marked regions.
+
+    If `solved`, their solutions stay, and else a NotImplementedError of this `message` takes their
+    places. Refuses markers that are nested, unclosed, misspelt or unopened.
     """
     lines = []
     inside = None  # This is the kind of the region that a line is in.
@@ -340,8 +339,10 @@ def without_outputs(path):
 
 
 def readme(root):
-    """Return the text of README.md with where its commands are typed, the caption of its figure,
-    and the table of `ladder.py`, each between its two marks.
+    """Return the text of README.md, with what is made for it in place of what was there.
+
+    That is where its commands are typed, the caption of its figure, and the table of `ladder.py`,
+    each between its two marks.
     """
     text = (root / "README.md").read_text()
     parts = {
@@ -356,9 +357,7 @@ def readme(root):
 
 
 def rungs():
-    """Return (number, module, ideas, times to average) of each module, in the order in which
-    they are climbed.
-    """
+    """Return (number, module, ideas, times to average) of each module, in the order of climbing."""
     rows = []
     for module in ladder.MODULES:
         steps = [stage for stage in ladder.STAGES.values() if stage.module == module]
@@ -516,8 +515,10 @@ def tidy(notebook, path, root):
 
 
 def widget_ids(notebook):
-    """Return the ids of all widgets, which are drawn at random, in an order that is not: first
-    those in the outputs, then those that they refer to, and last the others, by their states.
+    """Return the ids of all widgets, which are drawn at random, in an order that is not.
+
+    First come those in the outputs, then those that they refer to, and last the others, by their
+    states.
     """
     widgets = notebook.metadata.get("widgets", {})
     of_kernel = widgets.get("application/vnd.jupyter.widget-state+json", {})

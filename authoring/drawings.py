@@ -1,8 +1,8 @@
-"""One iteration on three devices, drawn for each stage in the same form: `iterations()` gives the
-pictures of lessons 02 to 09 as SVG. `python authoring/build.py` writes them to docs/figures.
+"""One iteration on three devices, drawn for each stage in the same form.
 
-A row is a device, and time runs to the right. A purple box is something that the devices do
-together. What a lesson adds has a thick outline, and stands in words below the rows.
+`iterations()` gives the pictures of lessons 02 to 09 as SVG. `python authoring/build.py` writes
+them to docs/figures. A row is a device, and time runs to the right. A purple box is something that
+the devices do together. What a lesson adds has a thick outline, and stands in words below the rows.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,9 @@ RANKS = range(3)
 
 
 class Piece(NamedTuple):
-    """A box in the course of a row, from `begin` to `end` behind the column's beginning; lane 0 is
-    above, lane 1 below.
+    """A box in the course of a row; lane 0 is above, lane 1 below.
+
+    `begin` and `end` are counted from the column's beginning.
     """
 
     begin: float
@@ -105,9 +106,7 @@ class Drawing:
         self.end_column(width, only)
 
     def all_ranks(self, width, lines, arrows, size=12.0):
-        """Draw a new box over all rows, and in it who sends to whom: `arrows` are pairs of
-        devices.
-        """
+        """Draw a new box over all rows, and in it the `arrows`, which are pairs of devices."""
         self.begin_column(RANKS)
         self.box(self.x, TOP, width, BELOW - TOP, TOGETHER, new=True)
         middle = self.x + width / 2
@@ -146,8 +145,9 @@ class Drawing:
             self.text(x, y, [str(number)], size=max(9, 0.32 * radius), bold=True)
 
     def pieces(self, width, rows, tall=TALL / 2):
-        """Draw boxes along the time of each row: `rows` are lists of Pieces, of which the last one
-        ends last.
+        """Draw boxes along the time of each row.
+
+        `rows` are lists of Pieces, of which the last one ends last.
         """
         self.begin_column(RANKS)
         begin = self.x
@@ -162,9 +162,7 @@ class Drawing:
             self.ends[row] = begin + pieces[-1].end
 
     def link_rows(self, x):
-        """Draw a dashed line through all rows: what lies there is one and the same message
-        exchange.
-        """
+        """Draw a dashed line through all rows: what lies there is one message exchange."""
         self.parts.append(
             f'<path d="M{x:g} {TOP + TALL}V{BELOW}" stroke="#6a51a3" stroke-width="1.6"'
             ' stroke-dasharray="3 3"/>'
@@ -253,9 +251,7 @@ def ring_all_reduce():
 
 
 def under_backward(drawing, unit, new):
-    """Draw backward, layer by layer, and below it the buckets, each of them on all ranks
-    together.
-    """
+    """Draw backward, layer by layer, and below it the buckets, each on all ranks together."""
     boxes = []
     for number in range(3):
         begin = unit * number

@@ -1,5 +1,4 @@
-"""Badges that open a notebook on somebody else's machine, and the cell that installs the course
-there.
+"""Badges that open a notebook on somebody else's machine, and the cell that installs the course.
 
 published.txt says at which address the course is published, or "nowhere": then no notebook has a
 badge or the cell. `make publish URL=https://github.com/owner/name` writes the address there and
@@ -35,16 +34,18 @@ if hosted and not importlib.util.find_spec("ddp_course"):
 
 
 def repository() -> str:
-    """Return the address of the course's repository on GitHub, such as
-    https://github.com/owner/name; "" while it is published nowhere.
+    """Return the address of the course's repository on GitHub; "" while it is published nowhere.
+
+    It is of the form https://github.com/owner/name.
     """
     address = PUBLISHED.read_text(encoding="utf-8").strip()
     return "" if address == "nowhere" else address
 
 
 def publish(address: str, root: Path) -> None:
-    """Write the address, or "nowhere", into published.txt, and into pyproject.toml and CITATION.cff
-    of `root`. Raises ValueError for an address of another form.
+    """Write the address, or "nowhere", to published.txt, pyproject.toml and CITATION.cff of `root`.
+
+    Raises ValueError for an address of another form.
     """
     if address != "nowhere" and not ADDRESS.fullmatch(address):
         raise ValueError(
@@ -76,8 +77,9 @@ def first_words() -> str:
 
 
 def addresses(path: str) -> dict[str, str]:
-    """Return {place: address that opens the notebook at `path`, a path in the repository}; empty
-    where the course has no address. Solutions are refused.
+    """Return {place: address that opens the notebook at `path`, a path in the repository}.
+
+    It is empty where the course has no address. Solutions are refused.
     """
     if not path.startswith(("notebooks/", "exercises/")):
         raise ValueError(f"badges open lessons and exercises, not {path}")
@@ -94,9 +96,10 @@ def addresses(path: str) -> dict[str, str]:
 
 
 def cells(folder: str, topic: str, other: str | None) -> list:
-    """Return the cells below the title: badges, with a link to the `other` notebook (exercise or
-    lesson) of this `topic`, and install. While the course is published nowhere only the links are
-    there.
+    """Return the cells below the title: badges, with a link to the `other` notebook, and install.
+
+    The other notebook is the exercise or the lesson of this `topic`. While the course is published
+    nowhere only the links are there.
     """
     lines = []
     for place, address in addresses(f"{folder}/{topic}.ipynb").items():

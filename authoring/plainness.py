@@ -55,9 +55,7 @@ def names_in(node: ast.AST) -> set[str]:
 
 
 def assignments_side_by_side(tree: ast.AST) -> Iterator[Break]:
-    """Yield each `a, b = x, y`, unless a value needs what a name beside it was before: `a, b = b,
-    a`.
-    """
+    """Yield each `a, b = x, y`, unless a value needs what a name beside it was before (`b, a`)."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
             continue
@@ -101,8 +99,9 @@ def is_boolean(node: ast.AST) -> bool:
 
 
 def is_words(node: ast.AST) -> bool:
-    """Return whether an expression is a text with words in it; one of up to three letters may be a
-    mark or a unit.
+    """Return whether an expression is a text with words in it.
+
+    A text of up to three letters may be a mark or a unit.
     """
     if isinstance(node, ast.JoinedStr):
         return True
@@ -130,9 +129,7 @@ def is_count(node: ast.AST) -> bool:
 
 
 def is_at_most_one(node: ast.AST) -> bool:
-    """Return whether an expression has one element, or at most one: `[x]`, `(x,)`, `x[:1]`,
-    `x[-1:]`.
-    """
+    """Return whether an expression has at most one element: `[x]`, `(x,)`, `x[:1]`, `x[-1:]`."""
     if isinstance(node, ast.List | ast.Tuple | ast.Set):
         return len(node.elts) == 1 and not isinstance(node.elts[0], ast.Starred)
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
@@ -177,9 +174,7 @@ def called(node: ast.AST) -> str:
 
 
 def variables_of(tree: ast.AST, classes: set[str]) -> set[str]:
-    """Return the names that are annotated with one of these classes, or assigned from a call of
-    one.
-    """
+    """Return the names that have one of these classes, by annotation or by assignment of a call."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.arg):
@@ -191,9 +186,7 @@ def variables_of(tree: ast.AST, classes: set[str]) -> set[str]:
 
 
 def numbers_for_fields(tree: ast.AST) -> Iterator[Break]:
-    """Yield each `each[2]` where `each` is a NamedTuple of this module, and each `self[2]` inside
-    one.
-    """
+    """Yield each `each[2]` where `each` is a NamedTuple of this module, and each such `self[2]`."""
     classes = named_tuples(tree)
     variables = variables_of(tree, classes)
     for node in ast.walk(tree):
@@ -236,8 +229,7 @@ def layouts_by_hand(tree: ast.AST, source: str) -> Iterator[Break]:
 
 
 def brackets_broken(source: str) -> Iterator[Break]:
-    """Yield each bracket over several rows that would fit in one, were it not for a comment in
-    these rows.
+    """Yield each bracket over several rows that would fit in one, were it not for a comment.
 
     A comma before the closing bracket says that its author wants a row for each element.
     """
@@ -296,9 +288,7 @@ def breaks(source: str, path: str = "") -> list[Found]:
 
 
 def files(root: Path = ROOT) -> list[Path]:
-    """Return the Python files of all rooms, lessons too: their cells are what learners read
-    most.
-    """
+    """Return the Python files of all rooms, lessons too: learners read their cells most."""
     return [path for room in ROOMS for path in sorted((root / room).rglob("*.py"))]
 
 

@@ -34,9 +34,7 @@ def errors_of(node: ast.AST) -> Iterator[str]:
 
 
 def silent(source: str) -> list[tuple[int, str]]:
-    """Return the line and the name of each public function with a docstring that is silent on
-    errors.
-    """
+    """Return the line and the name of each public function whose docstring is silent on errors."""
     functions = []
     for function in public_functions(ast.parse(source)):
         words = ast.get_docstring(function)

@@ -53,8 +53,9 @@ class Names(ast.NodeVisitor):
     visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_comprehension_of
 
     def visit_function(self, node) -> None:
-        """Note what a body reads: it looks names up whenever it is called, also those that this
-        cell binds.
+        """Note what a body reads.
+
+        It looks names up whenever it is called, also those that this cell binds.
         """
         self.read |= names_from_outside(node)
         if not isinstance(node, ast.Lambda):

@@ -93,8 +93,9 @@ def write_sources(folder, pictures):
 
 
 def draw(recipes, pictures):
-    """Return {place: data} of all explorers, drawn in turn: a process that is forked beside
-    torch's threads may never end.
+    """Return {place: data} of all explorers, drawn in turn.
+
+    A process that is forked beside torch's threads may never end.
     """
     return {
         place: explorers.drawn(recipe, pictures)
@@ -103,8 +104,9 @@ def draw(recipes, pictures):
 
 
 def write_page(folder, page, drawn):
-    """Write one page, its pictures, and its explorers' data, as scripts: a page that is a file
-    loads nothing else.
+    """Write one page, its pictures, and its explorers' data.
+
+    The data are scripts, because a page that is a file loads nothing else.
     """
     path = folder / page.path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,16 +133,18 @@ def first_page():
 
 
 def rung(number, module, ideas, times):
-    """Return one line of the ladder on the first page: the idea, which leads to its lesson, and
-    what an average costs.
+    """Return one line of the ladder on the first page: the idea, and what an average costs.
+
+    The idea leads to its lesson.
     """
     [lesson] = (ROOT / "notebooks").glob(f"{int(number):02}_*.ipynb")
     return f"{number}. [{ideas}](notebooks/{lesson.stem}.md) <span>{times}</span>"
 
 
 def reference(folder):
-    """Write the pages of the reference: the stages, the names of the library's front, and each room
-    of each package; return their part of the nav.
+    """Write the pages of the reference; return their part of the nav.
+
+    They are the stages, the names of the library's front, and each room of each package.
     """
     folder.mkdir(parents=True)
     stages = []
@@ -183,9 +187,7 @@ def modules(path):
 
 
 def write_reference(folder, title, names, options=SHORT):
-    """Write a page with the docstrings of these modules, classes and functions; return its part of
-    the nav.
-    """
+    """Write a page with the docstrings of these modules, classes and functions; return its nav."""
     page = re.sub(r"\W+", "_", title.lower()) + ".md"
     blocks = []
     for name in names:

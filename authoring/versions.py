@@ -67,9 +67,7 @@ def main() -> int:
 
 
 def fresh_environment(folder: Path, release: str) -> Path:
-    """Return the Python of a new environment that has this torch, the course, and else what the
-    locks say.
-    """
+    """Return the Python of a new environment with this torch, the course, and what locks say."""
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     python = folder / "bin" / "python"
     wanted = folder / "wanted.txt"
@@ -118,9 +116,7 @@ def quick_tests() -> list[str]:
 
 
 def output_of(python: Path, *words: str) -> str:
-    """Return what a command of this Python printed, in the checkout; its errors are printed
-    here.
-    """
+    """Return what a command of this Python printed, in the checkout; print its errors."""
     print(f"{python} {' '.join(words)[:100]}", flush=True)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

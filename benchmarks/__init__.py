@@ -1,5 +1,6 @@
-"""Speed, as ratios measured side by side in one run: `make bench NAME`, or `python -m benchmarks
-NAME --help`.
+"""Speed, as ratios measured side by side in one run: `make bench NAME`.
+
+`python -m benchmarks NAME --help` shows the options.
 """
 
 BENCHMARKS = (

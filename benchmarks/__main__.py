@@ -10,9 +10,7 @@ from . import BENCHMARKS
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark that the first word names with the options after it; return the exit
-    code.
-    """
+    """Run the benchmark that the first word names, with the options after it; return its code."""
     words = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description="measure speed, and judge what is promised of it"

@@ -1,5 +1,4 @@
-"""`python -m benchmarks ddp`: stage 6 beside torch's own DistributedDataParallel, on gloo and the
-CPU.
+"""`python -m benchmarks ddp`: stage 6 beside torch's own class, on gloo and the CPU.
 
 Both train copies of the same model in the same processes and take turns step by step, so that
 whatever disturbs the machine disturbs both. Other parts measure what the Python hooks cost per
@@ -102,8 +101,9 @@ def ratios(row: Row) -> Row:
 
 
 def networks() -> dict[str, Link | None]:
-    """Return {name: link}: the loopback, and virtual hosts if this machine allows them and can
-    carry their links.
+    """Return {name: link}: the loopback, and virtual hosts if this machine can have them.
+
+    It must allow them, and be able to carry their links.
     """
     link = virtual_hosts(HOSTS_BANDWIDTH, max(WORLD_SIZES))
     if link is None:
@@ -112,8 +112,9 @@ def networks() -> dict[str, Link | None]:
 
 
 def virtual_hosts(bandwidth: str, world_size: int) -> Link | None:
-    """Return links between virtual hosts, which torch's collectives feel too; print why there are
-    none, and return None.
+    """Return links between virtual hosts, which torch's collectives feel too.
+
+    Where there are none, print why, and return None.
     """
     try:
         link = Link(bandwidth, mode="hosts")
@@ -158,8 +159,9 @@ def views_into_buckets(args: argparse.Namespace) -> Part:
 def wrappers_in_turn(
     model: str, repeats: int, order: tuple[str, ...], as_view: bool = False
 ) -> dict[str, float]:
-    """On each rank, return the median seconds of a step for each wrapper in `order`, each with a
-    model of its own.
+    """On each rank, return the median seconds of a step for each wrapper in `order`.
+
+    Each wrapper has a model of its own.
     """
     ways = {}
     for name in order:
@@ -177,17 +179,16 @@ def training_step(wrapper: Callable, model: str) -> Callable[[], float]:
 
 
 def hook_costs(args: argparse.Namespace) -> Part:
-    """Measure the microseconds per parameter that a wrapper adds to a step without
-    communication.
-    """
+    """Measure the microseconds per parameter that a wrapper adds to a step that sends nothing."""
     cost = on_cpu(cost_without_communication, 5 * args.repeats, world_size=1)
     promise = Promise("Python hooks, microseconds a parameter", cost["ours"], HOOK_MICROSECONDS)
     return Part([cost], [promise], [{f"{name}, us per parameter": us for name, us in cost.items()}])
 
 
 def cost_without_communication(repeats: int) -> dict[str, float]:
-    """On each rank, return each wrapper's microseconds per parameter above the bare model's, for
-    small parameters and a hook that sends nothing.
+    """On each rank, return each wrapper's microseconds per parameter above the bare model's.
+
+    The parameters are small, and a hook sends nothing.
     """
 
     def send_nothing(state, bucket):
@@ -212,8 +213,9 @@ def cost_without_communication(repeats: int) -> dict[str, float]:
 
 
 def forward_and_backward(module: torch.nn.Module, inputs: torch.Tensor) -> float:
-    """Return the processor seconds of a forward and backward pass in this thread, which other
-    processes cannot lengthen.
+    """Return the processor seconds of a forward and backward pass in this thread.
+
+    Other processes cannot lengthen them.
     """
     began = time.thread_time()
     module.zero_grad()
@@ -246,8 +248,9 @@ def memory(args: argparse.Namespace) -> Part:
 
 
 def peak_bytes(kind: str, as_view: bool) -> dict[str, int]:
-    """On each rank, train with Adam; return the peaks over model, gradients, buckets, optimizer and
-    activations.
+    """On each rank, train with Adam; return the peaks of memory.
+
+    They are those over model, gradients, buckets, optimizer and activations.
     """
     before = peak_resident()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -276,8 +279,9 @@ def peak_resident() -> int:
 
 
 def overlap(args: argparse.Namespace) -> Part:
-    """Measure by torch's profiler during which share of the all-reduces' time the backward pass was
-    computing.
+    """Measure during which share of the all-reduces' time the backward pass was computing.
+
+    torch's profiler says it.
     """
     rows = []
     promises = []
@@ -307,9 +311,7 @@ def hidden_shares(model: str, repeats: int) -> dict[str, float]:
 
 
 def hidden_share(events: list[Any]) -> float:
-    """Return the share of the time of gloo's all-reduces that has passed when the last gradient is
-    computed.
-    """
+    """Return the share of the time of gloo's all-reduces that has passed at the last gradient."""
     computed = 0
     sums = []
     for event in events:

@@ -1,5 +1,4 @@
-"""`python -m benchmarks devices`: do emulated devices keep their time, and do simulator and
-emulation agree?
+"""`python -m benchmarks devices`: emulated devices beside the clock and beside the simulator.
 
 "clock": a step without communication in a launch of 4 ranks, and what the emulation itself costs.
 "steps": the comparison's stages at 2 and 4 ranks, each beside its ideal. "simulator": stage 5 on
@@ -49,8 +48,9 @@ FASTER = {"5": 3.2, "3": 1.2}
 
 
 def clock(args: argparse.Namespace) -> Part:
-    """Return the steps of 4 ranks that do not communicate, beside flops/rate; and the emulation's
-    processor time per operation.
+    """Return the steps of 4 ranks that do not communicate, beside flops/rate.
+
+    The processor's time for an emulated operation is measured, too.
     """
     job = job_of({"K": 4, "cap_mb": 25.0})
     device = device_for(job, 4, 4 * RANK_SECONDS)
@@ -79,16 +79,12 @@ def device_for(job: Job, world_size: int, seconds: float) -> Device:
 
 
 def median_step(ranks: list[list[float]]) -> float:
-    """Return the median seconds of a step, of which the slowest rank's count, from those of each
-    rank.
-    """
+    """Return the median seconds of a step, of which the slowest rank's count."""
     return statistics.median(max(step) for step in zip(*ranks, strict=True))
 
 
 def operation_us() -> float:
-    """Return the microseconds of processor time that a small product takes, at its best of several
-    tries.
-    """
+    """Return the processor microseconds of a small product, at its best of several tries."""
     matrix = torch.ones(8, 8)
     best = float("inf")
     for _ in range(TRIES):
@@ -123,9 +119,7 @@ def steps(args: argparse.Namespace) -> Part:
 
 
 def against_simulator(args: argparse.Namespace) -> Part:
-    """Compare what emulated devices take for random settings of stage 5 with what the simulator
-    says.
-    """
+    """Compare emulated devices with the simulator, for random settings of stage 5."""
     chance = random.Random(SEED)
     rows = []
     for _ in range(args.settings):
@@ -147,8 +141,9 @@ def against_simulator(args: argparse.Namespace) -> Part:
 
 
 def both(setting: dict[str, Any], mode: str) -> dict[str, float]:
-    """Return the milliseconds of a step in one setting, emulated and simulated, and by how much the
-    first is longer.
+    """Return the milliseconds of a step in one setting, emulated and simulated.
+
+    The row also says by how much the first is longer.
     """
     job = job_of(setting)
     world_size = setting["K"]
@@ -174,9 +169,7 @@ def job_of(setting: dict[str, Any]) -> Job:
 
 
 def train(job: Job, stage: str) -> list[float]:
-    """On each rank, return the seconds of the steps of a stage, each rank on its share of the
-    batch.
-    """
+    """On each rank, return the seconds of a stage's steps, each rank on its share of the batch."""
     record = Recording()
     batches = record.stamped(job.batches(dist.get_rank(), job.world_size))
     train_stage = ladder.find(stage).trainer({"bucket_cap_mb": job.bucket_cap_mb})

@@ -1,5 +1,4 @@
-"""`python -m benchmarks gpu`: what can only be seen on a machine with GPUs, in at most ten
-minutes.
+"""`python -m benchmarks gpu`: what only a machine with GPUs shows, in at most ten minutes.
 
 Is every stage right there, with races made likely? Does the preloaded server survive CUDA, do
 failures name the culprit, does nothing stay on the device? How long is a step of stage 6 beside
@@ -97,9 +96,7 @@ def world_sizes(device: str) -> list[int]:
 
 
 def exactness(args: argparse.Namespace) -> Part:
-    """Compare each stage's weights with stage 1's in float64: K ranks on one device, and one per
-    GPU.
-    """
+    """Compare each stage's weights with stage 1's in float64: on one device, and on a GPU each."""
     rows: list[Row] = []
     for where, counts, asked in placements(args.device):
         for world_size in counts:
@@ -115,8 +112,9 @@ def exactness(args: argparse.Namespace) -> Part:
 
 
 def placements(device: str) -> list[tuple[str, list[int], str]]:
-    """Return (device, numbers of ranks, whether NCCL is asked to let ranks share a GPU); gloo lets
-    them do so anyway.
+    """Return (device, numbers of ranks, whether NCCL is asked to let ranks share a GPU).
+
+    gloo lets them do so anyway.
     """
     if device == "cpu":
         return [("cpu", [2, 4], "0")]
@@ -125,9 +123,7 @@ def placements(device: str) -> list[tuple[str, list[int], str]]:
 
 
 def distances() -> dict[str, float]:
-    """On each rank, train with every stage while the device is kept busy; return how far each stage
-    ends from stage 1.
-    """
+    """On each rank, train with every stage on a busy device; return distances from stage 1."""
     # Ranks print cuBLAS warnings without this setting.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -150,8 +146,9 @@ def distances() -> dict[str, float]:
 
 @contextmanager
 def races(parameters: Iterable[torch.nn.Parameter]) -> Any:
-    """Make wrong orders visible on a GPU: the gradients of `parameters` come late, and the training
-    itself runs on a stream of its own.
+    """Make wrong orders visible on a GPU.
+
+    The gradients of `parameters` come late, and the training itself runs on a stream of its own.
     """
     if rank_device().type != "cuda":
         yield
@@ -166,9 +163,7 @@ def races(parameters: Iterable[torch.nn.Parameter]) -> Any:
 
 
 def safety(args: argparse.Namespace) -> Part:
-    """Try what may fail; return the seconds until each failure was reported, and whether the report
-    was as it should be.
-    """
+    """Try what may fail; return the seconds until each failure was reported, and how."""
     device = args.device
     if device == "cuda" and usable_gpus() == 1:
         device = "cuda:0"
@@ -219,8 +214,9 @@ def safety_checks(device: str) -> dict[str, Callable[[], bool]]:
 
 
 def processes_on_gpus() -> set[str]:
-    """Return the ids of the processes that nvidia-smi sees on GPUs, which a container numbers
-    differently; none without that program.
+    """Return the ids of the processes that nvidia-smi sees on GPUs; none without that program.
+
+    A container numbers them differently.
     """
     try:
         asked = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
@@ -231,9 +227,7 @@ def processes_on_gpus() -> set[str]:
 
 
 def after_cuda_in_the_caller(device: str) -> bool:
-    """Return whether ranks start, and can use the device, when CUDA is already up in the process
-    that launches them.
-    """
+    """Return whether ranks can use the device when CUDA is already up in the launching process."""
     torch.ones(1, device=device)
     totals = [launch(total, world_size=2, device=device, timeout=60) for _ in range(2)]
     return totals == [[3.0, 3.0]] * 2
@@ -293,8 +287,9 @@ def cuda_after_training() -> bool:
 
 
 def steps(args: argparse.Namespace) -> Part:
-    """Time a step of stage 6 beside torch's class, and compare their peak memory; wrappers are made
-    in both orders.
+    """Time a step of stage 6 beside torch's class, and compare their peak memory.
+
+    Wrappers are made in both orders.
     """
     rows: list[Row] = []
     parameters = LARGE
@@ -322,8 +317,9 @@ def steps(args: argparse.Namespace) -> Part:
 
 
 def step_times(repeats: int, order: tuple[str, ...], model: Model) -> Row:
-    """On each rank, return the median seconds of a step with each wrapper, and on a GPU the
-    memory at its peak.
+    """On each rank, return the median seconds of a step with each wrapper, and on a GPU its memory.
+
+    The memory is that at the peak.
     """
     make, inputs, targets = model_and_batch(*model)
     inputs, targets = inputs.to(rank_device()), targets.to(rank_device())
@@ -353,8 +349,9 @@ def step_times(repeats: int, order: tuple[str, ...], model: Model) -> Row:
 
 
 def allocated() -> int:
-    """Return the bytes of this rank's tensors on its GPU, 0 on the CPU; their peak is counted anew
-    from here.
+    """Return the bytes of this rank's tensors on its GPU, 0 on the CPU.
+
+    Their peak is counted anew from here.
     """
     if rank_device().type != "cuda":
         return 0
@@ -463,8 +460,9 @@ def lessons(args: argparse.Namespace) -> Part:
 
 
 def scaled(args: argparse.Namespace) -> Part:
-    """Measure weak and strong scaling of stage 6 over the GPUs; weak scaling on real ones is
-    promised.
+    """Measure weak and strong scaling of stage 6 over the GPUs; weak scaling is promised.
+
+    It is promised of real GPUs only.
     """
     counts = [1, 2] if args.device == "cpu" else world_sizes("cuda")
     if len(counts) == 1:
@@ -491,17 +489,22 @@ def recorded(args: argparse.Namespace) -> Part:
     return Part(rows, [Promise("all-reduces in the trace", rows[0]["all-reduces"], at_least=1)])
 
 
-def answers(report: Row) -> list[Row]:
-    """Answer each question of the table at the end, a row for each, from the parts of the
-    report.
-    """
-    parts = report["parts"]
-    rows = []
+class Answers:
+    """The table at the end of a report: `rows` with a question and its answer each."""
 
-    def add_row(question: str, what: str, right: bool | None, because: str) -> None:
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def add(self, question: str, what: str, right: bool | None, because: str) -> None:
+        """Add a row; `right` is None where something was not checked, `because` of a reason."""
         words = {True: "yes", False: "no", None: f"not checked here, because {because}"}[right]
-        rows.append({"is it": question, "what": what, "answer": words})
+        self.rows.append({"is it": question, "what": what, "answer": words})
 
+
+def answers(report: Row) -> list[Row]:
+    """Answer each question of the table at the end, a row for each, from the report's parts."""
+    parts = report["parts"]
+    table = Answers()
     exact = parts.get("exactness", {}).get("rows", [])
     with_nccl = [row for row in exact if "nccl" in row.get("backend", "")]
     rows_of = {
@@ -513,30 +516,30 @@ def answers(report: Row) -> list[Row]:
         because = ONE_GPU if exact else NOT_ASKED
         if chosen or any("ended by" in row for row in exact):
             right = keeps_all(parts["exactness"])
-        add_row("right", f"all stages end like one device: {name}", right, because)
+        table.add("right", f"all stages end like one device: {name}", right, because)
     for part, what in {
         "compare": "the comparison, stages 1 to 9",
         "lessons": 'the lessons\' cells "On your GPUs"',
         "tests": "the tests that are marked cuda",
     }.items():
-        add_row("right", what, keeps_all(parts.get(part)), NOT_ASKED)
+        table.add("right", what, keeps_all(parts.get(part)), NOT_ASKED)
     for row in parts.get("safety", {}).get("rows", []):
         if "check" in row:
             what = f"{row['check']} ({row['backend']})"
-            add_row("safe", what, row["as it should be"], "nvidia-smi lists no processes")
+            table.add("safe", what, row["as it should be"], "nvidia-smi lists no processes")
             if row["backend"] == "gloo" and row["check"] in UNDER_NCCL:
-                add_row("safe", f"{row['check']} (NCCL)", None, ONE_GPU)
+                table.add("safe", f"{row['check']} (NCCL)", None, ONE_GPU)
     steps_part = parts.get("steps", {})
     timed_rows = steps_part.get("rows") if steps_part.get("GPUs") else None
     fast = keeps_all(steps_part) if timed_rows else None
-    add_row(
+    table.add(
         "fast", "stage 6 takes as long and as much memory as torch's class", fast, "no GPU is here"
     )
     weak = "on all GPUs a step keeps 70 % of its speed, if the batch grows with them"
-    add_row("fast", weak, keeps_all(parts.get("scaling")), SEVERAL)
+    table.add("fast", weak, keeps_all(parts.get("scaling")), SEVERAL)
     traced = "NCCL's all-reduces are in the profiler's trace of a step"
-    add_row("right", traced, keeps_all(parts.get("trace")), SEVERAL)
-    return rows
+    table.add("right", traced, keeps_all(parts.get("trace")), SEVERAL)
+    return table.rows
 
 
 def keeps_all(part: Row | None) -> bool | None:

@@ -1,5 +1,4 @@
-"""`python -m benchmarks grade`: how many submissions per minute the grader gets through, and
-whether its memory grows.
+"""`python -m benchmarks grade`: how many submissions a minute, and whether memory grows.
 
 The submissions are copies of one exercise's solution, of which some are unsolved and some wrong, in
 a folder of their own. The rate is for each core that is used, with as many submissions at a time as
@@ -43,8 +42,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def throughput(args: argparse.Namespace) -> Part:
-    """Grade a class of made-up submissions; return how many a minute and core takes, and the peaks
-    of memory in both halves of the time.
+    """Grade a class of made-up submissions; return how many a minute and core takes.
+
+    The peaks of memory in both halves of the time are returned, too.
     """
     exercises = load_exercises()
     with tempfile.TemporaryDirectory(prefix="ddp_course_bench_") as made:
@@ -110,8 +110,10 @@ def is_right(number: int) -> bool:
 
 
 def make_submissions(folder: Path, exercise: int, count: int) -> None:
-    """Make a folder for each of `count` learners: of each five one has handed in an untouched
-    exercise, two something wrong, two the solution.
+    """Make a folder for each of `count` learners.
+
+    Of each five, one has handed in an untouched exercise, two something wrong, and two the
+    solution.
     """
     root = Path(__file__).resolve().parents[1]
     (path,) = (root / "solutions").glob(f"{exercise:02d}_*.ipynb")
@@ -129,9 +131,7 @@ def make_submissions(folder: Path, exercise: int, count: int) -> None:
 
 
 class watching_memory:
-    """While the block runs, note the bytes of this process and all its descendants, once per
-    second.
-    """
+    """While the block runs, note the bytes of this process and its descendants, once per second."""
 
     def __enter__(self):
         self.samples = []
@@ -153,9 +153,7 @@ class watching_memory:
 
 
 def processor_seconds() -> float:
-    """Return the processor seconds of this process, of its children, and of their children that
-    have ended, so far.
-    """
+    """Return the processor seconds so far of this process, its children, and ended children."""
     own = psutil.Process().cpu_times()
     seconds = own.user + own.system
     for child in psutil.Process().children():

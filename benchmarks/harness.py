@@ -1,5 +1,4 @@
-"""What all benchmarks do alike: ways take turns, the slowest rank counts, promises are judged, a
-report is written.
+"""What all benchmarks do alike: ways take turns, the slowest rank counts, promises are judged.
 
 results/bench_NAME.json (for GPUs: gpu.json) is {"benchmark", "machine", "parts": {part: {"repeats",
 "rows": […], "promises": [{"promise", "value", "at_least", "at_most", "kept"}]}}}. Times are in
@@ -47,8 +46,9 @@ class Promise:
 
 
 def promises_of_ratios(what: str, ratios: list[float], mean: float, each: float) -> list[Promise]:
-    """Return the promises that the geometric mean of the `ratios` is at most `mean`, and the
-    largest at most `each`.
+    """Return two promises: the mean of `ratios` is at most `mean`, and the largest at most `each`.
+
+    The mean is the geometric one.
     """
     geometric = Promise(f"{what}, geometric mean", statistics.geometric_mean(ratios), mean)
     return [geometric, Promise(f"{what}, slowest", max(ratios), each)]
@@ -110,8 +110,9 @@ class Benchmark:
         return parser
 
     def run(self, args: argparse.Namespace) -> int:
-        """Measure, print tables and verdicts, write the report part by part; 1 if a promise is not
-        kept, else 0.
+        """Measure, print tables and verdicts, write the report; return 1 for a broken promise.
+
+        The report is written part by part. Without a broken promise 0 is returned.
         """
         folder = writable_folder(args.out)
         only = getattr(args, "only", None)  # A benchmark of one part has no such option.
@@ -169,9 +170,7 @@ def verdict(promise: Row) -> str:
 
 
 def earlier_parts(file: Path, measured_now: Iterable[str] = ()) -> dict[str, Row]:
-    """Return the parts of an earlier report of this very machine, but for those that are measured
-    now.
-    """
+    """Return the parts of an earlier report of this machine that are not measured now."""
     report = json.loads(file.read_text()) if file.exists() else {}
     if not isinstance(report, dict) or report.get("machine") != machine():
         return {}
@@ -207,11 +206,10 @@ def take_turns(
     warm_up: int = 0,
     agree: Callable[[Any], Any] | None = None,
 ) -> dict[str, list]:
-    """Call each way `repeats` times after `warm_up` calls; return what each returned, once the
-    ranks `agree` on it.
+    """Call each way `repeats` times after `warm_up` calls; return what each returned.
 
-    The order rotates, and every second turn goes backwards: no way always follows the same other
-    way.
+    The ranks must `agree` on it. The order rotates, and every second turn goes backwards: no way
+    always follows the same other way.
     """
     names = list(ways)
     returned: dict[str, list] = {name: [] for name in ways}
@@ -241,8 +239,9 @@ def turns(count: int) -> Iterable[int]:
 def medians(
     ways: Mapping[str, Callable[[], float]], repeats: int, warm_up: int = 2
 ) -> dict[str, float]:
-    """On each rank, return the median seconds of each way that returns seconds, the slowest
-    rank's time counting.
+    """On each rank, return the median seconds of each way; the slowest rank's time counts.
+
+    A way is a function that returns seconds.
     """
     seconds_of_ways = take_turns(ways, repeats, warm_up, agree=slowest)
     return {name: statistics.median(seconds) for name, seconds in seconds_of_ways.items()}
@@ -256,8 +255,9 @@ def slowest(seconds: float) -> float:
 
 
 def timed(function: Callable[..., Any], *args: Any) -> Callable[[], float]:
-    """Return a function that calls `function(*args)`, on all ranks at once if there are ranks, and
-    returns its seconds.
+    """Return a function that calls `function(*args)` and returns its seconds.
+
+    If there are ranks, all of them call it at once.
     """
 
     def call() -> float:

@@ -53,8 +53,9 @@ print(time.perf_counter() - begin)
 
 
 def compare(args: argparse.Namespace) -> Part:
-    """Return the median seconds of every way to start, in one row; the report has the seconds of
-    each turn, too.
+    """Return the median seconds of every way to start, in one row.
+
+    The report has the seconds of each turn, too.
     """
     ways = ways_to_start()
     launch(lambda: None, world_size=1)
@@ -66,9 +67,7 @@ def compare(args: argparse.Namespace) -> Part:
 
 
 def ways_to_start() -> dict[str, Callable[[], float]]:
-    """Return each way by name: a function that starts the ranks once and returns the seconds it
-    took.
-    """
+    """Return {name: function that starts the ranks once and returns the seconds it took}."""
     ways: dict[str, Callable[[], float]] = {
         "import torch": partial(in_new_process, IMPORT),
         "first launch, K=4": partial(in_new_process, FIRST_LAUNCH),
@@ -108,8 +107,9 @@ def promised(medians: dict[str, float]) -> list[Promise]:
 
 
 def start_warm(world_size: int) -> None:
-    """Start ranks by `launch`; the lambda is sent as it is, while a named function's module would
-    have to load.
+    """Start ranks by `launch`.
+
+    The lambda is sent as it is, while a named function's module would have to load.
     """
     launch(lambda: None, world_size=world_size, device="cpu")
 

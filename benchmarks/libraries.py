@@ -1,7 +1,7 @@
-"""The all-reduces of gloo and NCCL as the messages they consist of, played by simpy, a library for
-discrete events.
+"""The all-reduces of gloo and NCCL as the messages they consist of, played by simpy.
 
-What a rank does is a generator that yields the events it waits for:
+simpy is a library for discrete events. What a rank does is a generator that yields the events it
+waits for:
 
     yield simulation.send(0, 1, nbytes) & simulation.receive(0, 3)  both at once, go on when both
                                                                     are done
@@ -44,9 +44,7 @@ class Simulation:
         self.receivers = defaultdict(deque)
 
     def path(self, source: int, target: int) -> tuple[Costs, tuple]:
-        """Return the costs of the way from rank `source` to `target`, and the names of the links
-        that it takes.
-        """
+        """Return the costs of the way from rank `source` to `target`, and the links' names."""
         home = source // self.network.per_host
         away = target // self.network.per_host
         if home == away:
@@ -79,8 +77,9 @@ class Simulation:
         return arrival
 
     def receive(self, rank: int, source: int, tag: int = 0) -> Any:
-        """Let `rank` wait for the next message with this tag from `source`; returns the event of
-        its arrival.
+        """Let `rank` wait for the next message with this tag; return the event of its arrival.
+
+        The message comes from the rank `source`.
         """
         arrival = self.clock.event()
         costs, _ = self.path(rank, source)
@@ -127,12 +126,11 @@ class Simulation:
 def gloo_ring(
     rank: int, world_size: int, nbytes: float, simulation: Simulation, segment_s: float
 ) -> Generator[Any, Any, None]:
-    """gloo's `all_reduce`: the ring in segments of at most 1 MiB, two in flight; each takes a
-    processor `segment_s`.
+    """gloo's `all_reduce`: the ring in segments of at most 1 MiB, two in flight.
 
-    All segments have one size: their number is a multiple of K and at least 2 K, so that each
-    rank's chunk has two. Source: gloo's allreduce.cc (pytorch/gloo). Play it with
-    `handshake`.
+    Each takes a processor `segment_s`. All segments have one size: their number is a multiple of K
+    and at least 2 K, so that each rank's chunk has two. Source: gloo's allreduce.cc (pytorch/gloo).
+    Play it with `handshake`.
     """
     segments = max(ceil(int(nbytes) / 2**20), 2 * world_size)
     segments += -segments % world_size  # Up to the next multiple of K.
@@ -152,12 +150,11 @@ def gloo_ring(
 def nccl_ring(
     rank: int, world_size: int, nbytes: float, simulation: Simulation
 ) -> Generator[Any, Any, None]:
-    """NCCL's ring: two channels, chunks of 2 MiB, passed on in two slices as they come in, without
-    a handshake.
+    """NCCL's ring: two channels, chunks of 2 MiB, passed on in two slices as they come in.
 
-    Rounds of K chunks per channel follow one another until all is sent; the last one is smaller if
-    need be. Source: NCCL's all_reduce.h, protocol Simple: 8 buffer steps of 512 KiB, four to a
-    chunk, two to a slice.
+    There is no handshake. Rounds of K chunks per channel follow one another until all is sent; the
+    last one is smaller if need be. Source: NCCL's all_reduce.h, protocol Simple: 8 buffer steps of
+    512 KiB, four to a chunk, two to a slice.
     """
     channels = [
         _nccl_channel(rank, world_size, nbytes / 2, simulation, channel) for channel in range(2)

@@ -20,8 +20,7 @@ MODE_NAMES = {"hosts": "virtual hosts", "virtual": "virtual time"}
 
 
 def link_figure(rows: list[dict[str, Any]]) -> Picture:
-    """Time against K and against p, on logarithmic scales: points are measured, lines are the
-    formulas.
+    """Return time against K and against p on logarithmic scales, measured points beside formulas.
 
     `rows` are those of bench_links.json, which have the formulas' seconds. One bandwidth is drawn,
     the highest; the left panel has its largest messages, the right panel the largest number of

@@ -116,8 +116,9 @@ def measure(link: links.Link, world_size: int, sizes: list[int], repeats: int) -
 
 
 def calibrated(link: links.Link) -> float:
-    """Return the bits per second that the link really carries, headers and all, from messages of
-    four sizes to and fro.
+    """Return the bits per second that the link really carries, headers and all.
+
+    They follow from messages of four sizes to and fro.
     """
     longest = CALIBRATION_SECONDS * link.bandwidth / 8  # bytes
     sizes = [int(part * longest) // 8 * 8 for part in (0.25, 0.5, 0.75, 1.0)]
@@ -128,9 +129,7 @@ def calibrated(link: links.Link) -> float:
 
 
 def ping_pong(sizes: list[int]) -> list[float]:
-    """Send messages of these sizes (bytes) to and fro between two ranks; returns the fewest seconds
-    one way.
-    """
+    """Send messages of these sizes (bytes) to and fro; return the fewest seconds one way."""
     rank = dist.get_rank()
     times: dict[int, list[float]] = {size: [] for size in sizes}
     for size in sizes * ROUNDS:
@@ -157,9 +156,7 @@ def time_all(names: list[str], sizes: list[int], repeats: int) -> list[dict[str,
 
 
 def merge(earlier: list[Row], rows: list[Row]) -> list[Row]:
-    """Return the `earlier` rows and the new `rows`, which replace earlier ones of the same setting,
-    sorted.
-    """
+    """Return the `earlier` rows and the new `rows`, which replace those of one setting, sorted."""
     setting_of = itemgetter(*COLUMNS)
     merged = {setting_of(row): row for row in [*earlier, *rows]}
     in_order = itemgetter("mode", "bandwidth_bits_s", "world_size", "bytes", "algorithm")
@@ -167,9 +164,7 @@ def merge(earlier: list[Row], rows: list[Row]) -> list[Row]:
 
 
 def promised(rows: list[Row]) -> list[Promise]:
-    """Return what is promised of LARGE messages: close to the formulas, and a ring as fast as
-    gloo's.
-    """
+    """Return what is promised of LARGE messages: close to the formulas, as fast as gloo's ring."""
     judged = [row for row in rows if row["bytes"] >= LARGE]
     ratios = {describe(row): row["ratio"] for row in judged if row["algorithm"] != "gloo"}
     gloo = {setting(row): row["measured_s"] for row in judged if row["algorithm"] == "gloo"}

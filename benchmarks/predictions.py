@@ -11,7 +11,7 @@ from itertools import pairwise, permutations, product
 from math import exp, inf, log
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import LinearConstraint, least_squares, milp
@@ -49,16 +49,16 @@ V100_WIRES = {
 
 
 def packed_rings(gpus: int) -> int:
-    """Return how many rings over the first `gpus` V100s fit on the wires at once, each wire used
-    once in each direction.
+    """Return how many rings over the first `gpus` V100s fit on the wires at once.
 
-    Where no ring exists along wires, a step may pass through a GPU in between and take two wires.
+    Each wire is used once in each direction. Where no ring exists along wires, a step may pass
+    through a GPU in between and take two wires.
     """
     free = {}
-    for (a, b), count in V100_WIRES.items():
-        if b < gpus:
-            free[a, b] = count
-            free[b, a] = count
+    for (first, second), count in V100_WIRES.items():
+        if second < gpus:
+            free[first, second] = count
+            free[second, first] = count
     ways = list(free)
     around = list(cycles(gpus, free, through=False)) or list(cycles(gpus, free, through=True))
     different = {tuple(sorted(ring)) for ring in around}
@@ -72,27 +72,36 @@ def packed_rings(gpus: int) -> int:
 
 
 def cycles(gpus: int, free: dict, through: bool) -> Iterator[list[tuple[int, int]]]:
-    """Yield each way around all GPUs as a list of (from, to); `through` allows one GPU in between
-    at every step.
+    """Yield each way around all GPUs, as a list of wires (from, to).
+
+    Where two GPUs have no wire, `through` allows one GPU in between.
     """
 
-    def steps(a, b):
-        direct = [((a, b),)] if (a, b) in free else []
-        middle = [((a, m), (m, b)) for m in range(gpus) if (a, m) in free and (m, b) in free]
-        if direct or not through:
-            return direct
-        return middle
+    def steps(source, target):
+        """Return each way from one GPU to another, as a list of the wires that it takes."""
+        if (source, target) in free:
+            return [[(source, target)]]
+        if not through:
+            return []
+        ways = []
+        for between in range(gpus):
+            if (source, between) in free and (between, target) in free:
+                ways.append([(source, between), (between, target)])
+        return ways
 
     for order in permutations(range(1, gpus)):
-        for chosen in product(*(steps(a, b) for a, b in pairwise((0, *order, 0)))):
-            yield [way for step in chosen for way in step]
+        ring = (0, *order, 0)
+        choices = [steps(source, target) for source, target in pairwise(ring)]
+        for chosen in product(*choices):
+            yield [wire for step in chosen for wire in step]
 
 
 def fit(
     model: Model, rows: Sequence[Row], quantity: str, start: Sequence[float]
 ) -> tuple[Any, ...]:
-    """Return the positive numbers near `start` with which `model` comes nearest to all rows;
-    outliers count less.
+    """Return the positive numbers near `start` with which `model` comes nearest to all rows.
+
+    Outliers count less.
     """
 
     def errors(logarithms):
@@ -111,8 +120,9 @@ def fit_within(
     bounds: Any,
     step: float | None = None,
 ) -> tuple[float, ...]:
-    """Return the numbers within `bounds` with the least squares of relative errors; `step` is that
-    of its derivatives.
+    """Return the numbers within `bounds` with the least squares of relative errors.
+
+    `step` is that of the derivatives.
     """
 
     def errors(numbers):
@@ -123,22 +133,22 @@ def fit_within(
 
 def fit_shaped_links(rows: Sequence[Row]) -> tuple[float, ...]:
     """Return the two numbers of `shaped_link_ms` for rows of one library."""
-    return fit_within(
-        published.shaped_link_ms, rows, "ms", (0.95, 1.0), ((0.1, 0.0), (1.0, 100.0)), 1e-3
-    )
+    start = (0.95, 1.0)
+    bounds = ((0.1, 0.0), (1.0, 100.0))
+    return fit_within(published.shaped_link_ms, rows, "ms", start, bounds, step=1e-3)
 
 
 def calibrate_v100(rows: Sequence[Row]) -> tuple[float, float]:
-    """Return (bytes per second, interference) that explain best how 2 GPUs are slower than 1,
-    over all networks.
-    """
+    """Return (bytes per second, interference) that explain best how 2 GPUs are slower than 1."""
 
     def step_on_two_gpus(row, numbers):
-        return published.v100_step_s(row["model"], row["gpus_1"], 2, 10 ** numbers[0], numbers[1])
+        exponent, interference = numbers
+        one_gpu_s = row["gpus_1"]
+        return published.v100_step_s(row["model"], one_gpu_s, 2, 10**exponent, interference)
 
-    exponent, interference = fit_within(
-        step_on_two_gpus, rows, "gpus_2", (10.3, 0.5), ((8, 0), (12, 10)), 1e-2
-    )
+    start = (10.3, 0.5)
+    bounds = ((8, 0), (12, 10))
+    exponent, interference = fit_within(step_on_two_gpus, rows, "gpus_2", start, bounds, step=1e-2)
     return 10**exponent, interference
 
 
@@ -148,9 +158,8 @@ def fit_schedules(rows: Sequence[Row]) -> tuple[float, ...]:
     for model in QI:
         speeds = [row["samples_per_gpu_per_s"] for row in rows if row["model"] == model]
         highest.append(max(speeds))
-    return fit(
-        published.samples_per_s, rows, "samples_per_gpu_per_s", (8e4, 0.4, 0.95, 0.99, *highest)
-    )
+    start = (8e4, 0.4, 0.95, 0.99, *highest)
+    return fit(published.samples_per_s, rows, "samples_per_gpu_per_s", start)
 
 
 def fit_protocols(rows: Sequence[Row]) -> tuple[float, ...]:
@@ -166,43 +175,54 @@ def fit_protocols(rows: Sequence[Row]) -> tuple[float, ...]:
 
 
 def fit_host(gpu: str) -> tuple[float, ...]:
-    """Return the four numbers that explain the published times of "A100" or "V100" at K = 2, 3 and
-    4 best.
-    """
+    """Return the four numbers that explain best the published times of "A100" or "V100"."""
     known = [row for row in facts.rows("nccl_all_reduce_in_one_host") if row["gpu"] == gpu]
-    return fit_within(
-        one_host.all_reduce_us, known, "microseconds", (30.0, 3.0, 5.0, 1.0), (0, 1e4)
-    )
+    start = (30.0, 3.0, 5.0, 1.0)
+    return fit_within(one_host.all_reduce_us, known, "microseconds", start, bounds=(0, 1e4))
 
 
-def today() -> list[tuple[Any, float]]:
-    """Return (run, tokens per second and GPU) of today's published runs."""
-    rows = facts.rows("transformer_throughput")
-    return [(read_run(row)[0], row["tokens_per_s_per_gpu"]) for row in rows]
+class MeasuredRun(NamedTuple):
+    """A published run, and the tokens per second and GPU that it reached."""
+
+    run: Any
+    tokens_per_s: float
 
 
-def gpts() -> list[tuple[Any, float]]:
-    """Return (run, tokens per second and GPU) of the GPT steps of 2021."""
-    pairs = []
+def today() -> list[MeasuredRun]:
+    """Return today's published runs."""
+    measured = []
+    for row in facts.rows("transformer_throughput"):
+        run, *_ = read_run(row)
+        measured.append(MeasuredRun(run, row["tokens_per_s_per_gpu"]))
+    return measured
+
+
+def gpts() -> list[MeasuredRun]:
+    """Return the GPT steps of 2021."""
+    measured = []
     for row in facts.rows(published.GPT):
-        run = read_run(row)[0]
-        pairs.append((run, transformers.tokens_per_s(run, row[published.GPT_MS] / 1000)))
-    return pairs
+        run, *_ = read_run(row)
+        seconds = row[published.GPT_MS] / 1000
+        measured.append(MeasuredRun(run, transformers.tokens_per_s(run, seconds)))
+    return measured
 
 
-def misses(pairs: Sequence[tuple[Any, float]], numbers: Any) -> np.ndarray:
-    """Return predicted over measured, minus 1, of (run, tokens per second and GPU)."""
+def misses(measured: Sequence[MeasuredRun], numbers: Any) -> np.ndarray:
+    """Return the errors of the predictions: predicted over measured, minus 1."""
     ratios = []
-    for run, measured in pairs:
+    for run, tokens_per_s in measured:
         seconds = transformers.step(run, None, numbers).seconds
-        ratios.append(transformers.tokens_per_s(run, seconds) / measured - 1)
+        ratios.append(transformers.tokens_per_s(run, seconds) / tokens_per_s - 1)
     return np.array(ratios)
 
 
 def fit_transformer(
-    pairs: Any, free: Sequence[str], column: str = "today", fixed: Any = None
+    measured: Sequence[MeasuredRun],
+    free: Sequence[str],
+    column: str = "today",
+    fixed: Any = None,
 ) -> dict[str, float]:
-    """Return the constants with those in `free` fitted to (run, tokens per second and GPU).
+    """Return the constants, of which those in `free` are fitted to measured runs.
 
     `fixed` {constant: value} are not fitted; a value that is a name is that constant's value.
     """
@@ -223,7 +243,7 @@ def fit_transformer(
             for name in free
             if factors[name]
         ]
-        return [*np.log(1 + misses(pairs, numbers)), *strayed]
+        return [*np.log(1 + misses(measured, numbers)), *strayed]
 
     start = [log(expected[name]) for name in free]
     result = least_squares(errors, start, loss="soft_l1", f_scale=SPREAD)
@@ -231,9 +251,7 @@ def fit_transformer(
 
 
 def fit_zero3() -> tuple[float, ...]:
-    """Return the share of the cards and the part that shows of ZeRO-3 of 2021, from its two
-    rows.
-    """
+    """Return the share of the cards and the part that shows, of the two rows of ZeRO-3 of 2021."""
     rows = [row for row in facts.rows(published.ZERO3) if row["plan"] == "ZeRO-3"]
     known = [row for row in rows if row["gpus"] < 1536]
     return fit(published.megatron_tflops, known, "tflops_per_gpu", (0.1, 0.5))
@@ -257,15 +275,15 @@ def refit() -> dict[str, Sequence[float]]:
     return fresh
 
 
-def left_out_models(pairs: Any = None, fixed: Any = None) -> np.ndarray:
+def left_out_models(measured: Sequence[MeasuredRun] | None = None, fixed: Any = None) -> np.ndarray:
     """Return the errors of today's runs, each foretold by a fit that did not see its model."""
-    pairs = pairs or today()
-    errors = np.zeros(len(pairs))
-    for model in {run.model for run, _ in pairs}:
-        unseen = [place for place, (run, _) in enumerate(pairs) if run.model == model]
-        seen = [pair for pair in pairs if pair[0].model != model]
+    measured = measured or today()
+    errors = np.zeros(len(measured))
+    for model in {each.run.model for each in measured}:
+        unseen = [place for place, each in enumerate(measured) if each.run.model == model]
+        seen = [each for each in measured if each.run.model != model]
         fitted = fit_transformer(seen, TODAY, fixed=fixed)
-        errors[unseen] = misses([pairs[place] for place in unseen], fitted)
+        errors[unseen] = misses([measured[place] for place in unseen], fitted)
     return errors
 
 
@@ -280,8 +298,9 @@ def left_out_halves(
 
 
 def left_out_schedules() -> float:
-    """Return the median error on a model's rows, of which the fit saw 1F1B with most
-    micro-batches.
+    """Return the median error on a model's rows, when a fit saw one of them.
+
+    That one is 1F1B with most micro-batches.
     """
     table = facts.rows("pipeline_schedules_a100")
     errors = []
@@ -290,9 +309,8 @@ def left_out_schedules() -> float:
         unseen = [row for row in rows if (row["schedule"], row["micro_batches"]) != ("1F1B", 64)]
         fitted = fit_schedules([row for row in table if row not in unseen])
         for row in unseen:
-            errors.append(
-                abs(published.samples_per_s(row, fitted) / row["samples_per_gpu_per_s"] - 1)
-            )
+            predicted = published.samples_per_s(row, fitted)
+            errors.append(abs(predicted / row["samples_per_gpu_per_s"] - 1))
     return median(errors)
 
 
@@ -308,8 +326,8 @@ def left_out() -> dict[str, float]:
         if row["gpu"] == "A100" and row["K"] == 4
     ]
 
-    def fit_gpts(pairs):
-        return fit_transformer(pairs, OF_2021, "of_2021")
+    def fit_gpts(measured):
+        return fit_transformer(measured, OF_2021, "of_2021")
 
     return {
         "nccl_ring_a100x8_sizes": left_out_halves(four, fit_protocols, protocol_errors),
@@ -336,13 +354,16 @@ OF_BOTH = ("nothing", "launch", "touched", "hop", "moved", "logit", "score")  # 
 
 
 def ablation() -> list[Row]:
-    """Return the median errors, in percent, of models that lack a term, each fitted anew: of
-    today's runs, of models left out, of the GPTs of 2021, and of three ways at once, which no fit
-    sees.
+    """Return the median errors, in percent, of models that lack a term, each fitted anew.
+
+    They are those of today's runs, of models left out, of the GPTs of 2021, and of three ways at
+    once, which no fit sees.
     """
     rows = [without(title, today(), fixed) for title, fixed in WITHOUT.items()]
-    pairs = [(replace(run, recompute=0.0), measured) for run, measured in today()]
-    rows.append(without("the cost of recomputing", pairs, {}))
+    without_recomputing = []
+    for run, tokens_per_s in today():
+        without_recomputing.append(MeasuredRun(replace(run, recompute=0.0), tokens_per_s))
+    rows.append(without("the cost of recomputing", without_recomputing, {}))
     three_ways = [row for row in facts.rows(published.ZERO3) if row["plan"] == "PTD"]
     for row in rows:
         name = row["without"]
@@ -358,10 +379,10 @@ def ablation() -> list[Row]:
     return rows
 
 
-def without(title: str, pairs: Any, fixed: Row) -> Row:
+def without(title: str, measured: Sequence[MeasuredRun], fixed: Row) -> Row:
     """Return a row of the ablation with the errors of today's runs."""
-    fitted = misses(pairs, fit_transformer(pairs, TODAY, fixed=fixed))
-    unseen = left_out_models(pairs, fixed)
+    fitted = misses(measured, fit_transformer(measured, TODAY, fixed=fixed))
+    unseen = left_out_models(measured, fixed)
     return {"without": title, "fitted": percent(fitted), "model left out": percent(unseen)}
 
 
@@ -373,8 +394,8 @@ def percent(errors: Any) -> float:
 def strayed(args: Any) -> Part:
     """Return how far the frozen constants are from a fit to the tables."""
     rows: list[Row] = []
-    for column, pairs, free in (("today", today(), TODAY), ("of_2021", gpts(), OF_2021)):
-        fitted = fit_transformer(pairs, free, column)
+    for column, measured, free in (("today", today(), TODAY), ("of_2021", gpts(), OF_2021)):
+        fitted = fit_transformer(measured, free, column)
         known = frozen.constants(column)
         for name in free:
             rows.append({"constant": f"{name}, {column}", "fit": fitted[name], "is": known[name]})

@@ -28,12 +28,11 @@ Model = Callable[[Row, Any], float]
 
 
 def shaped_link_ms(row: Row, numbers: Sequence[float]) -> float:
-    """Return the milliseconds of an all-reduce by the row's library ("gloo" or "nccl") on its link,
-    played message by message.
+    """Return the milliseconds of an all-reduce on the row's link, played message by message.
 
-    Both libraries: `numbers[0]` is the share of the link's bandwidth that TCP reaches. gloo:
-    `numbers[1]` is the processor's time for a segment of 1 MiB, in milliseconds. NCCL: it is the
-    delays (one way) that pass before the stream is up to speed.
+    The row's library is "gloo" or "nccl". Both libraries: `numbers[0]` is the share of the link's
+    bandwidth that TCP reaches. gloo: `numbers[1]` is the processor's time for a segment of 1 MiB,
+    in milliseconds. NCCL: it is the delays (one way) that pass before the stream is up to speed.
     """
     share, extra = numbers
     delay = row["link_delay_ms"] / 1e3
@@ -54,8 +53,9 @@ def shaped_link_ms(row: Row, numbers: Sequence[float]) -> float:
 def v100_step_s(
     model: str, one_gpu_s: float, ranks: int, bandwidth: float, interference: float
 ) -> float:
-    """Return the seconds of a DDP step of `model` on `ranks` V100s; bandwidth of a GPU's link in
-    bytes per second.
+    """Return the seconds of a DDP step of `model` on `ranks` V100s.
+
+    The bandwidth of a GPU's link is in bytes per second.
     """
     link = Costs(2 * GPU_LATENCY, max(HOST_LINK, 1 / bandwidth))
     network = Network(link, Costs(GPU_LATENCY, 1 / bandwidth), PER_HOST)
@@ -72,15 +72,14 @@ MEGATRON = {"174.6B": (96, 12_288, 96, 12), "529.6B": (105, 20_480, 128, 35)}
 
 
 def gpt_ms(row: Row, changed: Any = None) -> float:
-    """Return the milliseconds of the step of a GPT, with the constants of 2021 unless others are
-    given.
-    """
+    """Return the milliseconds of a GPT's step; the constants are those of 2021 by default."""
     return 1000 * step(read_run(row)[0], None, changed).seconds
 
 
 def global_batch(row: Row) -> int:
-    """Return the sequences of a step: 1,536 or 2,240, and 2,560 where 640 GPUs have 4 each
-    (Narayanan et al., Table 2).
+    """Return the sequences of a step: 1,536 or 2,240, or 2,560 where 640 GPUs have 4 each.
+
+    Source: Narayanan et al., Table 2.
     """
     if row["parameters"] == "174.6B":
         return 1536
@@ -88,10 +87,10 @@ def global_batch(row: Row) -> int:
 
 
 def megatron_tflops(row: Row, zero3: Sequence[float] | None = None, values: Any = None) -> float:
-    """Return the TFLOP/s per GPU, by the authors' count of operations, of a row of their table,
-    with the constants of 2021 unless other `values` are given.
+    """Return the TFLOP/s per GPU of a row of the authors' table, by their count of operations.
 
-    ZeRO-3 of 2021 reaches another share of the cards, and hides another part: `zero3`.
+    The constants are those of 2021 unless other `values` are given. ZeRO-3 of 2021 reaches another
+    share of the cards, and hides another part: `zero3`.
     """
     layers, hidden, heads, stages = MEGATRON[row["parameters"]]
     gpus = int(row["gpus"])
@@ -118,12 +117,12 @@ CONTEXT = 1024
 
 
 def samples_per_s(row: Row, numbers: Sequence[float]) -> float:
-    """Return the samples per GPU and second of a row: a rate per model without idling, less what
-    the schedule idles and costs.
+    """Return the samples per GPU and second of a row.
 
-    `numbers` are what a layer computes besides products with weights, in operations per token and
-    unit of width; the share of ZB-2p's formula that idles; the speeds that 1F1B-I and the
-    zero-bubble schedules keep; the rates.
+    They are a rate per model without idling, less what the schedule idles and costs. `numbers` are
+    what a layer computes besides products with weights, in operations per token and unit of width;
+    the share of ZB-2p's formula that idles; the speeds that 1F1B-I and the zero-bubble schedules
+    keep; the rates.
     """
     other, left_over, interleaving, postponing, *rates = numbers
     layers, width = QI[row["model"]]
@@ -141,13 +140,12 @@ def samples_per_s(row: Row, numbers: Sequence[float]) -> float:
 def idle_stages(
     schedule: str, stages: int, chunks: float, weights: float, left_over: float
 ) -> float:
-    """Return how many micro-batches' time a stage idles in a step, by schedule (Qi et al. 2024,
-    section 2).
+    """Return how many micro-batches' time a stage idles in a step, by schedule.
 
-    `chunks` per stage of the interleaved schedule; `weights` is the share of a micro-batch's time
-    that gradients of weights take, which zero-bubble schedules may postpone; `left_over` is the
-    fitted share of ZB-2p's formula that its search for a better order leaves. The first three are
-    what `stage8_pipeline.timetable` plays.
+    Source: Qi et al. 2024, section 2. `chunks` per stage of the interleaved schedule; `weights` is
+    the share of a micro-batch's time that gradients of weights take, which zero-bubble schedules
+    may postpone; `left_over` is the fitted share of ZB-2p's formula that its search for a better
+    order leaves. The first three are what `stage8_pipeline.timetable` plays.
     """
     share = {
         "1F1B": 1.0,
@@ -162,8 +160,9 @@ PROTOCOLS = ("LL", "LL128", "Simple")
 
 
 def protocol_us(row: Row, numbers: Sequence[float]) -> float:
-    """Return the microseconds of an all-reduce by the fastest protocol; `numbers`: three latencies
-    (µs), three rates (µs/KiB).
+    """Return the microseconds of an all-reduce by the fastest protocol.
+
+    `numbers` are three latencies (µs) and three rates (µs/KiB).
     """
     return min(
         latency + rate * row["KiB"] for latency, rate in zip(numbers[:3], numbers[3:], strict=True)

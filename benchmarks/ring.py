@@ -63,8 +63,9 @@ def times(repeats: int) -> list[Row]:
 
 
 def on_ones(all_reduce: Callable, tensor: torch.Tensor) -> float:
-    """Return the seconds of a sum of ones, whose result can be checked; only the collective is
-    timed.
+    """Return the seconds of a sum of ones, whose result can be checked.
+
+    Only the collective is timed.
     """
     tensor.fill_(1)
     dist.barrier()

@@ -52,16 +52,18 @@ def finished(function: Callable) -> None:
 
 
 def precision() -> str:
-    """Return the dtype in which this rank's device computes fastest: "bfloat16" on a GPU that has
-    it.
+    """Return the dtype in which this rank's device computes fastest.
+
+    It is "bfloat16" on a GPU that has it.
     """
     has_bfloat16 = rank_device().type == "cuda" and torch.cuda.is_bf16_supported()
     return "bfloat16" if has_bfloat16 else "float32"
 
 
 def scaling(counts: list[int], device: str) -> list[Row]:
-    """Return a row for each number of devices, for weak and for strong scaling: samples, seconds of
-    a step of stage 6, and efficiency.
+    """Return a row for each number of devices, for weak and for strong scaling.
+
+    It has the samples, the seconds of a step of stage 6, and the efficiency.
     """
     [(size, dtype)] = launch(size_for_scaling, max(counts), world_size=1, device=device)
     rows: list[Row] = []
@@ -89,9 +91,7 @@ def scaling(counts: list[int], device: str) -> list[Row]:
 
 
 def size_for_scaling(most: int) -> tuple[Size, str]:
-    """On one rank, return the first size of which this device needs long enough, in the fastest
-    dtype.
-    """
+    """On one rank, return the first size that takes this device long enough, and its dtype."""
     for size in sizes(most):
         if rank_device().type == "cpu":
             break
@@ -129,8 +129,9 @@ def step_seconds(parameters: int, samples: int) -> float:
 
 
 def all_reduces(count: int, device: str, repeats: int) -> list[Row]:
-    """Return a row for each size of a message: seconds of the backend's all-reduce, of our ring and
-    our server, and what the closed forms say with alpha and beta measured here.
+    """Return a row for each size of a message: seconds of all-reduces, and what closed forms say.
+
+    The all-reduces are the backend's, our ring and our server. Alpha and beta are measured here.
     """
     [(rows, costs), *_] = launch(
         measure_all_reduces, repeats, world_size=count, device=device, timeout=180

@@ -31,8 +31,9 @@ def scoreboard() -> list[Table]:
 
 
 def shaped_links() -> Table:
-    """Return all-reduces over shaped links: fitted at 4 ranks, predicted at 8, and at 16 and 32,
-    which are not published.
+    """Return all-reduces over shaped links: fitted at 4 ranks, predicted for 8, 16 and 32.
+
+    Those of 16 and 32 ranks are not published.
     """
     name = "allreduce_on_shaped_links"
     rows = []
@@ -55,9 +56,7 @@ def shaped_links() -> Table:
 
 
 def v100_steps() -> Table:
-    """Return the steps of torch's DDP: a network's own time at 2 GPUs times the simulated growth
-    from there.
-    """
+    """Return the steps of torch's DDP: a network's time at 2 GPUs times the simulated growth."""
     name = "ddp_step_seconds_v100"
     rows = []
     table = facts.rows(name)
@@ -99,11 +98,10 @@ def nccl_in_one_host() -> Table:
 
 
 def nccl_sizes() -> Table:
-    """Return NCCL's ring on 8 A100s, every power of two from the smallest published size to twice
-    the largest.
+    """Return NCCL's ring on 8 A100s, for every power of two up to twice the largest published size.
 
-    The error of rows left out is that on 4 A100s of another host, for which all sizes are
-    published.
+    The first is the smallest published size. The error of rows left out is that on 4 A100s of
+    another host, for which all sizes are published.
     """
     name = "nccl_ring_a100x8_sizes"
     values = numbers("protocols")
@@ -217,9 +215,7 @@ def transformers_of_today() -> Table:
 
 
 def nccl_two_hosts() -> Table:
-    """Return all-reduces over two hosts by a latency and a rate, from the smallest and largest
-    size.
-    """
+    """Return all-reduces over two hosts by a latency and a rate, from the extreme sizes."""
     name = "nccl_efa_two_hosts_a100"
     known = {row["bytes"]: row["all_reduce_us"] for row in facts.rows(name)}
     small = min(known)
@@ -237,8 +233,9 @@ def nccl_two_hosts() -> Table:
 
 
 def bus_bandwidth() -> Table:
-    """Return all-reduces on H200 and B200 hosts by a latency and a rate from two sizes, to show
-    what a plain model misses.
+    """Return all-reduces on H200 and B200 hosts by a latency and a rate from two sizes.
+
+    They show what a plain model misses.
     """
     name = "nccl_bus_bandwidth_h200_b200"
     quantity = "busbw_GBps"
@@ -287,8 +284,7 @@ def entries(
     model: Callable[[Row], float],
     calibrated: Callable[[Row], bool] = bool,
 ) -> list[Row]:
-    """Return the scoreboard's rows of a table: what `model` predicts for each setting, beside the
-    published row of that one.
+    """Return the scoreboard's rows of a table: what `model` predicts, beside what was published.
 
     Unless `calibrated` says otherwise, every measured row counts as seen by the fit.
     """

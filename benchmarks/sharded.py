@@ -1,8 +1,7 @@
-"""`python -m benchmarks sharded`: stages 7 and 8 beside torch's own, what the NaN check costs, a
-hierarchical sum.
+"""`python -m benchmarks sharded`: stages 7 and 8 beside torch's own.
 
-Ours and torch's train copies of one model in the same processes and take turns step by step.
-Everything runs on gloo and the CPU.
+What the NaN check costs is measured too, and a hierarchical sum. Ours and torch's train copies of
+one model in the same processes and take turns step by step. Everything runs on gloo and the CPU.
 """
 
 import argparse
@@ -46,11 +45,10 @@ NAN_CHECK = 1.02  # A checked step may take this many times an unchecked one's.
 
 
 class Delay(torch.nn.Module):
-    """A layer that takes time and leaves its inputs alone: milliseconds per sample, forward and
-    backward.
+    """A layer that takes time, forward and backward, and leaves its inputs alone.
 
-    It sleeps, so that ranks which share a core do not slow each other down, and waiting shows up as
-    waiting.
+    The time is in milliseconds per sample. It sleeps, so that ranks which share a core do not slow
+    each other down, and waiting shows up as waiting.
     """
 
     def __init__(self, forward_ms, backward_ms):
@@ -81,8 +79,9 @@ class _Sleep(torch.autograd.Function):
 def against(
     measure: Callable, most: float, ours: str, other: str, world_sizes: tuple[int, ...] = (2, 4)
 ) -> Callable:
-    """Return a part that calls `measure` for every model and K; `ours` is to take at most `most`
-    times the `other`'s time.
+    """Return a part that calls `measure` for every model and K.
+
+    `ours` is to take at most `most` times the `other`'s time.
     """
 
     def part(args: argparse.Namespace) -> Part:
@@ -110,8 +109,9 @@ def against(
 
 
 def optimizer_times(model: str, repeats: int) -> dict[str, float]:
-    """Return the seconds of a step with torch's DDP and ZeroRedundancyOptimizer, and with ours,
-    which averages by itself.
+    """Return the seconds of a step with torch's DDP and ZeroRedundancyOptimizer, and with ours.
+
+    Ours averages by itself.
     """
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
@@ -151,8 +151,9 @@ def fully_sharded_times(model: str, repeats: int) -> dict[str, float]:
 
 
 def pipeline_times(model: str, repeats: int) -> dict[str, float]:
-    """Return the seconds of a step, forward and backward, of torch's 1F1B and GPipe and of ours, 2
-    K micro-batches.
+    """Return the seconds of a step of torch's 1F1B and GPipe and of ours, forward and backward.
+
+    There are 2 K micro-batches.
     """
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -180,8 +181,7 @@ def pipeline_times(model: str, repeats: int) -> dict[str, float]:
 
 
 def nan_check_times(model: str, repeats: int) -> dict[str, float]:
-    """Return the seconds of a step of stage 5 whose gradients are checked for NaN, and of the
-    checks in it.
+    """Return the seconds of a step of stage 5 with the check for NaN, and of the checks in it.
 
     The checks take less time than a step varies by, so they are timed by themselves, where they
     happen: in the backward pass, when the gradient has just been computed.
@@ -212,8 +212,9 @@ def nan_check_times(model: str, repeats: int) -> dict[str, float]:
 
 
 def hierarchy(args: argparse.Namespace) -> Part:
-    """Time a flat and a hierarchical all-reduce over two virtual hosts of two ranks, beside the
-    theory.
+    """Time a flat and a hierarchical all-reduce over two virtual hosts of two ranks each.
+
+    The theory stands beside them.
     """
     link = Link("100Mbit", hosts=2)
     nbytes = 2**20
@@ -249,8 +250,9 @@ def all_reduce_times(nbytes: int, repeats: int) -> dict[str, float]:
 
 
 def bubbles(args: argparse.Namespace) -> Part:
-    """Return the measured bubble of both schedules beside the formula, with layers that sleep
-    instead of computing.
+    """Return the measured bubble of both schedules beside the formula.
+
+    Layers sleep instead of computing.
     """
     rows = []
     for microbatches in (2, 4, 8):

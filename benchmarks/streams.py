@@ -1,5 +1,4 @@
-"""The two links of a rank in a ring: tensors go out to the right neighbour and come in from the
-left one, in order.
+"""The two links of a rank in a ring: tensors go to the right, and come from the left, in order.
 
 gloo sends messages: for each message it asks whether the receiver is ready, and wakes up a thread
 of its own to move it, which takes long when there are more threads than cores. In a ring no rank
@@ -40,13 +39,12 @@ _open: WeakKeyDictionary = WeakKeyDictionary()  # {process group: its streams}
 
 @contextmanager
 def to_neighbours(group: dist.ProcessGroup | None, nbytes: int) -> Iterator["Streams"]:
-    """Yield the links of this rank in the ring of `group`, for tensors of `nbytes` in all; the
-    block ends when all have left.
+    """Yield the links of this rank in the ring of `group`, for tensors of `nbytes` in all.
 
-    All ranks must enter together, because the first time they connect. A ValueError says that the
-    left neighbour's tensor has another size. After an error the streams are closed, because parts
-    of a tensor may still be in them, and the neighbours get a ConnectionError. If all ranks go on
-    nevertheless, they connect anew.
+    The block ends when all have left. All ranks must enter together, because the first time they
+    connect. A ValueError says that the left neighbour's tensor has another size. After an error the
+    streams are closed, because parts of a tensor may still be in them, and the neighbours get a
+    ConnectionError. If all ranks go on nevertheless, they connect anew.
     """
     group = group or dist.group.WORLD
     if group not in _open:
@@ -140,9 +138,10 @@ class Streams:
 
 
 def connect(left: int, right: int, group: dist.ProcessGroup) -> tuple[socket.socket, socket.socket]:
-    """Return the stream from rank `left` and that to rank `right`, with the process group's own
-    timeout. Each rank opens a door, tells its left neighbour where that is, and connects to the
-    right neighbour's.
+    """Return the stream from rank `left` and that to rank `right`, with the group's own timeout.
+
+    Each rank opens a door, tells its left neighbour where that is, and connects to the right
+    neighbour's.
     """
     seconds = timeout_of(group).total_seconds()
     family, address = own_address()
@@ -167,8 +166,9 @@ def connect(left: int, right: int, group: dist.ProcessGroup) -> tuple[socket.soc
 
 
 def let_in(door: socket.socket, password: bytes, deadline: float) -> socket.socket:
-    """Return the first connection that begins with the password, which only the left neighbour has;
-    others are closed.
+    """Return the first connection that begins with the password, and close the others.
+
+    Only the left neighbour has the password.
     """
     while True:
         door.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -181,8 +181,9 @@ def let_in(door: socket.socket, password: bytes, deadline: float) -> socket.sock
 
 
 def own_address() -> tuple[socket.AddressFamily, str]:
-    """Return the address, with its family, under which other ranks reach this one: that from which
-    it reaches MASTER_ADDR.
+    """Return the address, with its family, under which other ranks reach this one.
+
+    It is that from which this rank reaches MASTER_ADDR.
     """
     # The first answer will do; nothing listens at port 1, and nothing has to.
     places = socket.getaddrinfo(os.environ["MASTER_ADDR"], port=1, type=socket.SOCK_DGRAM)

@@ -1,6 +1,4 @@
-"""A step of training as the benchmarks take it: a problem's model, and this rank's share of one
-fixed batch.
-"""
+"""A step of training as the benchmarks take it: a model, and this rank's share of one batch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +14,9 @@ Model = tuple[str, dict[str, Any], int]  # A model is a problem, its options, an
 
 
 class Encoder(torch.nn.Module):
-    """A transformer encoder of four layers with 48 small parameters: (N, 256), read as 8 tokens of
-    32, to (N, 256).
+    """A transformer encoder of four layers with 48 small parameters: (N, 256) to (N, 256).
+
+    The inputs are read as 8 tokens of 32.
     """
 
     def __init__(self):

@@ -68,8 +68,9 @@ def exact(args: argparse.Namespace) -> Part:
 
 
 def beside_closed_forms(world_size: int, stages: tuple[str, ...]) -> list[Row]:
-    """Return a row for each stage: its step in virtual time, its closed form, and how far they may
-    differ.
+    """Return a row for each stage: its step in virtual time, its closed form, and their tolerance.
+
+    The tolerance is how far they may differ.
     """
     rows = []
     for stage in stages:
@@ -86,9 +87,7 @@ def beside_closed_forms(world_size: int, stages: tuple[str, ...]) -> list[Row]:
 
 
 def problem_for(stage: str, world_size: int) -> str:
-    """Return what is trained: the digits, but for a pipeline of more ranks than their model has
-    layers.
-    """
+    """Return what is trained: the digits, unless a pipeline's ranks outnumber their layers."""
     return "synthetic" if stage == "8" and world_size > 5 else "digits"
 
 
@@ -108,8 +107,9 @@ def bound_of(stage: str, job: Job) -> float:
 
 
 def same_bits(args: argparse.Namespace) -> Part:
-    """Return the hash of one comparison in twenty runs and more, under all that could disturb
-    it.
+    """Return the hash of one comparison, after many runs under all that could disturb it.
+
+    There are twenty runs and more.
     """
     ways = {"quiet": 1, "beside four busy processes": 10, "sleeps before locks": 5, "spawned": 5}
     rows = []

@@ -172,18 +172,11 @@ def explain(error: ManyranksError, task: Task) -> str:
         return f"{STILL_RUNNING}{where}: is there a loop that never ends?"
     if kind == "NotImplementedError":
         if frame and frame.task != task.number:
-            return (
-                f"it uses {frame.function} of {frame.task}, which does not run yet: mend"
-                f" {frame.task} first"
-            )
+            used = f"it uses {frame.function} of {frame.task}, which does not run yet"
+            return f"{used}: mend {frame.task} first"
         return f"not solved yet ({message})"
     if isinstance(error, DeadlockError):
-        advice = task.hang
-        all_send = all(wait.what.kind == "send" for wait in error.waits)
-        if all_send and "wire.exchange" in solution(task.number):
-            advice += BOTH_SEND
-        waits = who_waits(error.waits, error.returned, in_answer)
-        return f"the ranks wait for each other for ever: {waits}; {advice}"
+        return explain_deadlock(error, task)
     if culprit.exit_code == -signal.SIGABRT and task.ranks > 1:
         return TOO_LONG
     if "Pair is not connected" in message:
@@ -201,6 +194,16 @@ def explain(error: ManyranksError, task: Task) -> str:
     if kind == "NameError":
         advice = "; is it spelt right, and defined or imported in a cell above?"
     return f"your code raised {kind}: {shortened}{where}{advice}"
+
+
+def explain_deadlock(error: DeadlockError, task: Task) -> str:
+    """Return who waits for whom, in words for the learner, and what to look for."""
+    advice = task.hang
+    all_send = all(wait.what.kind == "send" for wait in error.waits)
+    if all_send and "wire.exchange" in solution(task.number):
+        advice += BOTH_SEND
+    waits = who_waits(error.waits, error.returned, in_answer)
+    return f"the ranks wait for each other for ever: {waits}; {advice}"
 
 
 def in_answer(wait: Wait) -> str:

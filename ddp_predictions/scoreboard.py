@@ -73,7 +73,9 @@ def scoreboard() -> list[Table]:
 
 
 def rehearsed() -> list[Row]:
-    """Published runs in tokens per second and GPU, as foretold by formula and by rehearsal.
+    """Return published runs in tokens per second and GPU, beside two predictions of each.
+
+    One is by formula, the other by rehearsal.
 
     `make bench rehearsals` wrote them: no constant was fitted to a row's model, nor to a rehearsal.
     """

@@ -1,5 +1,6 @@
-"""The template of the capstone: a training script for torchrun with your own model and data, which
-writes what it did.
+"""The template of the capstone: a training script for torchrun with your own model and data.
+
+It writes what it did.
 
     torchrun --nproc-per-node=2 my_capstone.py runs/ddp --wrap ddp
 
@@ -51,9 +52,7 @@ def make_model() -> torch.nn.Module:
 
 
 def make_batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Your data: inputs and targets of one rank in one step, the same ones when the step is run
-    again.
-    """
+    """Return your data: inputs and targets of one rank in one step, the same whenever asked for."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     begin = torch.randint(200, (8, 1), generator=generator)
     text = (begin + torch.arange(65)) % 256  # each byte follows from the one before
@@ -61,8 +60,9 @@ def make_batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def wrapped(model: torch.nn.Module, wrap: str) -> torch.nn.Module:
-    """The model as torch's DDP, sharded block by block, or as it is: then every rank trains
-    alone.
+    """Return the model as torch's DDP, sharded block by block, or as it is.
+
+    As it is, every rank trains alone.
     """
     if wrap == "ddp":
         return DistributedDataParallel(model)

@@ -187,6 +187,7 @@ def users_connected() -> set[int]:
     user_of = {}
     for table in ("tcp", "tcp6"):
         for line in read(Path("/proc/self/net", table)).splitlines()[1:]:
+            # Not read are the number of the line, two queues and a timer, retries, and a timeout.
             _, near, far, state, _, _, _, user, _, inode, *_ = line.split()
             if inode != "0":  # A socket without an inode belongs to no process any more.
                 user_of[near, far] = int(user)

@@ -1,7 +1,9 @@
 """Problems: shares that make up one batch, models that learn, and sizes to choose."""
 
+import numpy as np
 import pytest
 import torch
+from oracles import weights
 from torch.utils.data import DistributedSampler
 
 from ddp_course import problems, stage1_single
@@ -18,25 +20,32 @@ def test_k_shares_make_up_the_very_batch_of_one_device(name, world_size):
     ]
     assert len(whole) == 5
     for step, (inputs, targets) in enumerate(whole):
-        for part, full in ((0, inputs), (1, targets)):
-            together = torch.empty_like(full)
-            for rank in range(world_size):
-                together[rank::world_size] = shares[rank][step][part]
-            assert torch.equal(together, full)
+        inputs_of_shares, targets_of_shares = zip(*(share[step] for share in shares), strict=True)
+        assert torch.equal(interleaved(inputs_of_shares), inputs)
+        assert torch.equal(interleaved(targets_of_shares), targets)
 
 
 def small(name):
-    return problems.make(name, **({"parameters": 20_000} if name == "bytes" else {}))
+    if name == "bytes":
+        return problems.make(name, parameters=20_000)
+    return problems.make(name)
+
+
+def interleaved(parts):
+    """Return one tensor whose samples come from the parts in turn, as ranks take theirs."""
+    together = torch.empty(sum(map(len, parts)), *parts[0].shape[1:], dtype=parts[0].dtype)
+    for rank, part in enumerate(parts):
+        together[rank :: len(parts)] = part
+    return together
 
 
 def test_batches_depend_on_seed_and_step_only():
     problem = small("digits")
     first = [inputs for inputs, _ in problem.batches(96, 40, seed=1)]
     again = [inputs for inputs, _ in problem.batches(96, 40, seed=1, start=13)]
+    assert len(again) == 40 - 13
     other = [inputs for inputs, _ in problem.batches(96, 40, seed=2)]
-    assert all(torch.equal(a, b) for a, b in zip(first[13:], again, strict=True)), (
-        "resuming changes the data"
-    )
+    assert all(map(torch.equal, first[13:], again)), "resuming changes the data"
     assert not torch.equal(first[0], other[0])
     per_epoch = len(problem.targets) // 96
     assert not torch.equal(first[0], first[per_epoch]), "epochs must be shuffled anew"
@@ -71,9 +80,8 @@ def test_digits_are_scikit_learns():
     images = ((torch.cat([problem.inputs, problem.test_inputs]).reshape(-1, 64) + 0.8) * 6).round()
     labels = torch.cat([problem.targets, problem.test_targets])
     ours = torch.cat([labels[:, None], images], 1).long().tolist()
-    assert sorted(ours) == sorted(
-        [label, *pixels] for label, pixels in zip(theirs.target, theirs.data, strict=True)
-    )
+    expected = np.column_stack([theirs.target, theirs.data]).astype(int).tolist()
+    assert sorted(ours) == sorted(expected)
 
 
 def test_digits_are_learnt():
@@ -120,20 +128,19 @@ def test_the_size_of_the_gpt_can_be_chosen(wanted):
     layers, width = problems.gpt_shape(wanted)
     with torch.device("meta"):
         model = problems.ByteGPT(layers, width, 64)
-    assert sum(p.numel() for p in model.parameters()) == pytest.approx(
-        wanted, rel=0.15 if wanted > 20_000 else 0.6
-    )
+    # A layer is a large part of the smallest model, so its size cannot be met as closely.
+    tolerance = 0.15 if wanted > 20_000 else 0.6
+    assert number_of_parameters(model) == pytest.approx(wanted, rel=tolerance)
+
+
+def number_of_parameters(model):
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_synthetic_has_the_parameters_asked_for():
     for wanted in (2**16, 2**20, 2**22):
-        assert (
-            sum(
-                p.numel()
-                for p in problems.make("synthetic", parameters=wanted).model().parameters()
-            )
-            == wanted
-        )
+        model = problems.make("synthetic", parameters=wanted).model()
+        assert number_of_parameters(model) == wanted
 
 
 @pytest.mark.parametrize("name", problems.NAMES)
@@ -142,13 +149,9 @@ def test_weights_come_from_the_seed_and_leave_the_random_state_alone(name):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    first = problem.model(1)
-    same = problem.model(1)
-    other = problem.model(2)
+    first = weights(problem.model(1))
+    same = weights(problem.model(1))
+    other = weights(problem.model(2))
     assert torch.equal(torch.rand(3), expected)
-    assert all(
-        torch.equal(a, b) for a, b in zip(first.parameters(), same.parameters(), strict=True)
-    )
-    assert any(
-        not torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True)
-    )
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)

@@ -5,11 +5,13 @@ Also the bubble and the memory of each schedule, and what is refused.
 
 from contextlib import nullcontext
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from oracles import tiny_batches, weights
+from refusals import Refusals
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -147,14 +149,14 @@ def drawn(schedule):
 
 
 def test_the_table_in_the_docstring_is_what_the_code_does():
-    table = [
-        line[19:]
-        for line in stage8_pipeline.__doc__.splitlines()
-        if line[19:20] in ("F", ".") and "F0" in line
-    ]
-    assert table == [
-        line for schedule in (*SCHEDULES, zero_bubble) for line in drawn(schedule(3, 4))
-    ]
+    table = []
+    for line in stage8_pipeline.__doc__.splitlines():
+        if line[19:20] in ("F", ".") and "F0" in line:
+            table.append(line[19:])
+    expected = []
+    for schedule in (*SCHEDULES, zero_bubble):
+        expected += drawn(schedule(3, 4))
+    assert table == expected
 
 
 def F(microbatch, stage=0):
@@ -207,10 +209,17 @@ def deep_model(seed=0, inplace=True):
         return torch.nn.Sequential(*layers[:-1]).double()
 
 
+class Trained(NamedTuple):
+    """What training has made of a model, and the losses on the way."""
+
+    weights: torch.Tensor
+    losses: torch.Tensor
+
+
 def trained_alone():
     model = deep_model()
     losses = stage1_single.train(model, tiny_batches(), 0.1)
-    return weights(model), torch.tensor(losses, dtype=torch.float64)
+    return Trained(weights(model), torch.tensor(losses, dtype=torch.float64))
 
 
 def trained_in_microbatches(microbatches):
@@ -222,65 +231,62 @@ def trained_in_microbatches(microbatches):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for inputs, targets in tiny_batches():
         optimizer.zero_grad()
-        for x, y in zip(
-            inputs.tensor_split(microbatches), targets.tensor_split(microbatches), strict=True
-        ):
-            (cross_entropy(model(x), y) * (len(y) / len(targets))).backward()
+        parts_of_inputs = inputs.tensor_split(microbatches)
+        parts_of_targets = targets.tensor_split(microbatches)
+        for x, y in zip(parts_of_inputs, parts_of_targets, strict=True):
+            share = len(y) / len(targets)
+            (cross_entropy(model(x), y) * share).backward()
         optimizer.step()
     return weights(model)
 
 
 def pipelines():
-    """Train with all schedules, and with even and uneven micro-batches.
-
-    Four ranks train on a grid of 2 x 2 too.
-    """
-    results = {}
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    cases = [(schedule, m) for schedule in SCHEDULES for m in (1, 4, 5)]
-    cases += [(schedule, 2 * world_size) for schedule in OTHER_SCHEDULES]
+    """Train with all schedules, and with even and uneven micro-batches; return each as Trained."""
+    cases = [(schedule, microbatches) for schedule in SCHEDULES for microbatches in (1, 4, 5)]
+    cases += [(schedule, 2 * dist.get_world_size()) for schedule in OTHER_SCHEDULES]
     cases += [(zero_bubble, 5)]
+    results = {}
     for schedule, microbatches in cases:
-        model = deep_model(seed=rank)
-        losses = stage8_pipeline.train(
-            model, tiny_batches(), 0.1, microbatches=microbatches, schedule=schedule
-        )
-        same = torch.equal(weights(model), trained_in_microbatches(microbatches))
-        results[schedule.__name__, microbatches] = (
-            weights(model),
-            torch.tensor(losses, dtype=torch.float64),
-            same,
-        )
-    if world_size == 4:
-        for schedule in (one_forward_one_backward, interleaved):
-            model = deep_model(seed=rank)
-            losses = stage8_pipeline.train(
-                model, tiny_batches(rank // 2, 2), 0.1, stages=2, schedule=schedule
-            )
-            results["grid", schedule.__name__] = (
-                weights(model),
-                torch.tensor(losses, dtype=torch.float64),
-                None,
-            )
+        name = f"{schedule.__name__}, {microbatches} micro-batches"
+        settings = {"microbatches": microbatches, "schedule": schedule}
+        results[name] = trained(tiny_batches(), **settings)
+        expected = trained_in_microbatches(microbatches)
+        assert torch.equal(results[name].weights, expected), f"{name}: not the same additions"
     return results
+
+
+def trained(batches, **settings):
+    """Return what a pipeline becomes whose ranks begin with different weights."""
+    model = deep_model(seed=dist.get_rank())
+    losses = stage8_pipeline.train(model, batches, 0.1, **settings)
+    return Trained(weights(model), torch.tensor(losses, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_a_pipeline_equals_one_device(world_size):
-    expected, expected_losses = trained_alone()
+    expected = trained_alone()
     ranks = launch(pipelines, world_size=world_size)
-    for rank in ranks:
-        for case, (result, losses, same_bits) in rank.items():
-            assert torch.equal(result, ranks[0][case][0]), "ranks differ"
-            assert (result - expected).abs().max() < 1e-14
-            if case[0] != "grid":
-                assert (losses - expected_losses).abs().max() < 1e-14
-                assert same_bits, f"{case}: not the same additions"
-    if world_size == 4:
-        for case in [case for case in ranks[0] if case[0] == "grid"]:
-            halves = [ranks[rank][case][1] for rank in (0, 2)]
-            assert (sum(halves) / 2 - expected_losses).abs().max() < 1e-14
+    for results in ranks:
+        for name, result in results.items():
+            assert torch.equal(result.weights, ranks[0][name].weights), "ranks differ"
+            assert (result.weights - expected.weights).abs().max() < 1e-14
+            assert (result.losses - expected.losses).abs().max() < 1e-14
+
+
+def on_a_grid(schedule):
+    """Train two pipelines of two ranks, each with half of each batch."""
+    return trained(tiny_batches(dist.get_rank() // 2, 2), stages=2, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", [one_forward_one_backward, interleaved])
+def test_a_grid_of_pipelines_equals_one_device(schedule):
+    expected = trained_alone()
+    ranks = launch(on_a_grid, schedule, world_size=4)
+    for result in ranks:
+        assert torch.equal(result.weights, ranks[0].weights), "ranks differ"
+        assert (result.weights - expected.weights).abs().max() < 1e-14
+    mean_losses = (ranks[0].losses + ranks[2].losses) / 2
+    assert (mean_losses - expected.losses).abs().max() < 1e-14
 
 
 def torchs_order(torchs, ranks, microbatches):
@@ -296,50 +302,63 @@ def torchs_order(torchs, ranks, microbatches):
     return orders
 
 
+class BesideTorch(NamedTuple):
+    """How far our gradients are from torch's, and the losses: on the last stage's rank alone."""
+
+    gap: float
+    losses: list
+    torchs_loss: float
+
+
 def against_torch(schedule, name):
-    """Take one step of our pipeline, one of torch's, and one of ours in the order of torch's.
-
-    Return the largest distance of our gradients from torch's, our losses, and torch's loss.
-    """
-    from torch.distributed import pipelining
-
-    rank = dist.get_rank()
+    """Take one step of torch's pipeline, one of ours, and one of ours in the order of torch's."""
     world_size = dist.get_world_size()
-    microbatches = 6
     inputs, targets = next(tiny_batches())
-    homes = home_ranks(schedule(world_size, microbatches))
-    has_several = len(homes) > world_size  # Each rank has several stages.
-    own = [stage for stage in homes if homes[stage] == rank]
-
-    def own_parts():
-        parts = split(list(deep_model(inplace=False)), len(homes))
-        return [parts[stage] for stage in own]
-
-    torchs_parts = own_parts()
-    stages = [
-        pipelining.PipelineStage(part, stage, len(homes), torch.device("cpu"))
-        for part, stage in zip(torchs_parts, own, strict=True)
-    ]
-    takes_list = has_several or "Zero" in name
-    kind = getattr(pipelining, f"Schedule{name}")
-    torchs = kind(stages if takes_list else stages[0], microbatches, cross_entropy)
+    homes = home_ranks(schedule(world_size, MICROBATCHES))
+    torchs_parts = own_parts(homes)
+    torchs = torchs_pipeline(name, torchs_parts, homes)
     torchs_losses = []
+    own = stages_of_this_rank(homes)
     arguments = [inputs] if 0 in own else []
     at_the_end = {"target": targets, "losses": torchs_losses} if max(homes) in own else {}
     torchs.step(*arguments, **at_the_end)
 
     schedules = [schedule]
-    if has_several:
-        order = torchs_order(torchs, world_size, microbatches)
+    if len(homes) > world_size:
+        order = torchs_order(torchs, world_size, MICROBATCHES)
         schedules.append(lambda *_: order)
     losses = []
     gaps = []
     for each in schedules:
-        parts = own_parts()
-        losses.append(Pipeline(parts, microbatches, each).step(inputs, targets))
+        parts = own_parts(homes)
+        losses.append(Pipeline(parts, MICROBATCHES, each).step(inputs, targets))
         gaps.append(largest_gap(parts, torchs_parts))
     ours = [loss for loss in losses if loss is not None]
-    return max(gaps), ours, sum(map(float, torchs_losses)) / microbatches
+    return BesideTorch(max(gaps), ours, sum(map(float, torchs_losses)) / MICROBATCHES)
+
+
+def stages_of_this_rank(homes):
+    return [stage for stage in homes if homes[stage] == dist.get_rank()]
+
+
+def own_parts(homes):
+    """Return a new part of the model for each stage of this rank."""
+    parts = split(list(deep_model(inplace=False)), len(homes))
+    return [parts[stage] for stage in stages_of_this_rank(homes)]
+
+
+def torchs_pipeline(name, parts, homes):
+    """Return torch's schedule of this name, over these parts of this rank."""
+    from torch.distributed import pipelining
+
+    cpu = torch.device("cpu")
+    stages = []
+    for part, stage in zip(parts, stages_of_this_rank(homes), strict=True):
+        stages.append(pipelining.PipelineStage(part, stage, len(homes), cpu))
+    kind = getattr(pipelining, f"Schedule{name}")
+    # torch's schedules take a list where a rank may have several stages.
+    takes_list = len(homes) > dist.get_world_size() or "Zero" in name
+    return kind(stages if takes_list else stages[0], MICROBATCHES, cross_entropy)
 
 
 def largest_gap(parts, torchs_parts):
@@ -352,6 +371,7 @@ def largest_gap(parts, torchs_parts):
     )
 
 
+MICROBATCHES = 6
 TORCHS = [
     (gpipe, "GPipe"),
     (one_forward_one_backward, "1F1B"),
@@ -364,9 +384,9 @@ TORCHS = [
 @pytest.mark.parametrize("schedule, name", TORCHS)
 def test_it_agrees_with_torchs_pipelining(schedule, name):
     ranks = launch(against_torch, schedule, name, world_size=3)
-    assert max(gap for gap, *_ in ranks) < 1e-15
-    [(ours, theirs)] = [(ours, theirs) for _, ours, theirs in ranks if ours]
-    assert ours == pytest.approx([theirs] * len(ours), abs=1e-14)
+    assert max(rank.gap for rank in ranks) < 1e-15
+    (last,) = [rank for rank in ranks if rank.losses]
+    assert last.losses == pytest.approx([last.torchs_loss] * len(last.losses), abs=1e-14)
 
 
 def batch_norm():
@@ -403,6 +423,7 @@ def test_batch_norm_keeps_the_statistics_of_torchs_pipeline():
 
 
 def transformer():
+    """Train a transformer in a pipeline and alone; fail unless both end alike."""
     problem = problems.make("bytes", parameters=60_000, context=16, dtype=torch.float64)
     model = problem.model()
     losses = stage8_pipeline.train(model, problem.batches(8, 2), 0.1)
@@ -410,19 +431,13 @@ def transformer():
     expected = stage1_single.train(one, problem.batches(8, 2), 0.1)
     inputs, _ = next(problem.batches(8, 1))
     whole = torch.nn.Sequential(*one.layers())(inputs)
-    return (
-        (weights(model) - weights(one)).abs().max(),
-        losses,
-        expected,
-        torch.equal(whole, one(inputs)),
-    )
+    assert torch.equal(whole, one(inputs)), "the layers are not the model"
+    assert (weights(model) - weights(one)).abs().max() < 1e-12
+    assert losses == pytest.approx(expected, abs=1e-12)
 
 
 def test_a_transformer_in_a_pipeline():
-    for difference, losses, expected, same_layers in launch(transformer, world_size=2):
-        assert difference < 1e-12
-        assert losses == pytest.approx(expected, abs=1e-12)
-        assert same_layers
+    launch(transformer, world_size=2)
 
 
 def traffic_of_a_step(schedule):
@@ -518,42 +533,68 @@ def test_models_that_cannot_be_split_are_refused():
 
 LAYER = torch.nn.Linear(2, 2)
 BATCH = torch.ones(3, 2), torch.zeros(3).long()
-REFUSALS = {
-    "microbatches is 0; it must be a whole number, 1 or more": lambda: Pipeline(LAYER, 0),
-    "microbatches is '4'; it must be a whole number": lambda: Pipeline(LAYER, "4"),
-    "microbatches is None; it must be a whole number": lambda: Pipeline(LAYER, None),
-    "microbatches is 2.5; it must be a whole number": lambda: Pipeline(LAYER, 2.5),
-    "3 inputs and 3 targets cannot be cut into 4 micro-batches": (
-        lambda: Pipeline(LAYER, 4).step(*BATCH)
-    ),
-    "3 inputs and 5 targets cannot be cut into 2 micro-batches": (
-        lambda: Pipeline(LAYER, 2).step(BATCH[0], torch.zeros(5).long())
-    ),
-    "3 micro-batches cannot go around 2 ranks": lambda: Pipeline([LAYER] * 2, 3, interleaved),
-    "in this schedule, but 1 modules": lambda: Pipeline(LAYER, 2, interleaved),
-    "at stage 0; it must run": lambda: Pipeline(LAYER, 2, lambda *_: [[F(0), B(0), F(1)]] * 2),
-    "a stage contains DistributedDataParallel": lambda: Pipeline(DistributedDataParallel(LAYER), 2),
-    "2 ranks cannot form a mesh of {'data': 0, 'pipeline': 3}": lambda: stage8_pipeline.train(
-        deep_model(), [], 0.1, stages=3
-    ),
-}
+REFUSALS = Refusals()
+refused = REFUSALS.refused
 
 
-def refusals():
-    messages = []
-    for refused in REFUSALS.values():
-        try:
-            refused()
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
+@refused("microbatches is 0; it must be a whole number, 1 or more")
+def no_microbatches():
+    Pipeline(LAYER, 0)
+
+
+@refused("microbatches is '4'; it must be a whole number")
+def words_for_microbatches():
+    Pipeline(LAYER, "4")
+
+
+@refused("microbatches is None; it must be a whole number")
+def none_for_microbatches():
+    Pipeline(LAYER, None)
+
+
+@refused("microbatches is 2.5; it must be a whole number")
+def half_a_microbatch():
+    Pipeline(LAYER, 2.5)
+
+
+@refused("3 inputs and 3 targets cannot be cut into 4 micro-batches")
+def too_few_samples():
+    Pipeline(LAYER, 4).step(*BATCH)
+
+
+@refused("3 inputs and 5 targets cannot be cut into 2 micro-batches")
+def more_targets_than_inputs():
+    Pipeline(LAYER, 2).step(BATCH[0], torch.zeros(5).long())
+
+
+@refused("3 micro-batches cannot go around 2 ranks")
+def odd_round():
+    Pipeline([LAYER] * 2, 3, interleaved)
+
+
+@refused("in this schedule, but 1 modules")
+def too_few_modules():
+    Pipeline(LAYER, 2, interleaved)
+
+
+@refused("at stage 0; it must run")
+def schedule_without_an_end():
+    Pipeline(LAYER, 2, lambda *_: [[F(0), B(0), F(1)]] * 2)
+
+
+@refused("a stage contains DistributedDataParallel")
+def wrapper_in_a_stage():
+    Pipeline(DistributedDataParallel(LAYER), 2)
+
+
+@refused("2 ranks cannot form a mesh of {'data': 0, 'pipeline': 3}")
+def more_stages_than_ranks():
+    stage8_pipeline.train(deep_model(), [], 0.1, stages=3)
 
 
 def test_bad_settings_are_refused():
-    for messages in launch(refusals, world_size=2):
-        assert all(words in message for words, message in zip(REFUSALS, messages, strict=True)), (
-            messages
-        )
+    for messages in launch(REFUSALS.messages, world_size=2):
+        REFUSALS.assert_told(messages)
 
 
 def loss_of_each_sample():
@@ -578,35 +619,46 @@ class Returns(torch.nn.Module):
         return self.function(self.layer(inputs[:, :3]))
 
 
-def passed_on(odd):
-    widths = iter(range(1, 9))
-    functions = {
-        "a tuple": lambda outputs: (outputs, outputs),
-        "numbers": lambda outputs: outputs.int(),
-        "other shapes": lambda outputs: (
-            outputs[:, : next(widths)] if dist.get_rank() == 0 else outputs
-        ),
-    }
-    Pipeline(Returns(functions[odd]), 2).step(torch.ones(4, 3), torch.zeros(4).long())
+def a_tuple(outputs):
+    return outputs, outputs
+
+
+def whole_numbers(outputs):
+    return outputs.int()
+
+
+class OtherShapes:
+    """Returns another number of columns with each call on rank 0."""
+
+    def __init__(self):
+        self.columns = 0
+
+    def __call__(self, outputs):
+        self.columns += 1
+        return outputs[:, : self.columns] if dist.get_rank() == 0 else outputs
+
+
+def passed_on(function):
+    Pipeline(Returns(function), 2).step(torch.ones(4, 3), torch.zeros(4).long())
 
 
 @pytest.mark.parametrize(
-    "odd, words",
+    "function, words",
     [
-        ("a tuple", r"stage 0 on rank 0 returns \('tuple',\), but only one tensor"),
+        (a_tuple, r"stage 0 on rank 0 returns \('tuple',\), but only one tensor"),
         (
-            "numbers",
+            whole_numbers,
             (
                 r"returns \(torch.int32, torch.Size\(\[3\]\)\), but only one tensor of"
                 r" floating-point numbers"
             ),
         ),
-        ("other shapes", "of the same dtype and shape for each micro-batch"),
+        (OtherShapes(), "of the same dtype and shape for each micro-batch"),
     ],
 )
-def test_what_cannot_be_passed_on_is_said(odd, words):
+def test_what_cannot_be_passed_on_is_said(function, words):
     with pytest.raises(RankError, match=words):
-        launch(passed_on, odd, world_size=2)
+        launch(passed_on, function, world_size=2)
 
 
 def batches_that_differ(samples):
@@ -656,16 +708,16 @@ def on_cuda():
     model = deep_model(seed=dist.get_rank()).to(rank_device())
     batches = [(x.to(rank_device()), y.to(rank_device())) for x, y in tiny_batches()]
     losses = stage8_pipeline.train(model, batches, 0.1)
-    return weights(model).cpu(), torch.tensor(losses, dtype=torch.float64)
+    return Trained(weights(model).cpu(), torch.tensor(losses, dtype=torch.float64))
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda():
-    expected, expected_losses = trained_alone()
-    for result, losses in launch(on_cuda, world_size=2, device="cuda"):
-        assert (result - expected).abs().max() < 1e-12
-        assert (losses - expected_losses).abs().max() < 1e-12
+    expected = trained_alone()
+    for result in launch(on_cuda, world_size=2, device="cuda"):
+        assert (result.weights - expected.weights).abs().max() < 1e-12
+        assert (result.losses - expected.losses).abs().max() < 1e-12
 
 
 def gradients_of_two_steps(emulated):

@@ -1,11 +1,13 @@
 """What people do to a split model: it ends where one device ends, stays whole, or is refused."""
 
 import copy
-from functools import partial
+from functools import partial, wraps
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from refusals import Refusals
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -94,10 +96,15 @@ def gap(ours, one):
     return max((a - b).abs().max().item() for a, b in pairs)
 
 
+class Trained(NamedTuple):
+    """How far a model that may have been split ends from one device."""
+
+    distance: float
+    is_split: bool
+
+
 def trained(change, optimizer=OPTIMIZERS["sgd"], foreach=None):
-    """Return the distance of a split model to one device after three steps, and whether it was
-    split.
-    """
+    """Return what became of a split model in three steps, beside one device."""
     ours = net()
     one = net()
     for model in (ours, one):
@@ -113,7 +120,7 @@ def trained(change, optimizer=OPTIMIZERS["sgd"], foreach=None):
             clipped(model, foreach)
             own.step()
     stage9_tensor.restore(ours)
-    return gap(ours, one), is_split
+    return Trained(gap(ours, one), is_split)
 
 
 def all_trained():
@@ -125,20 +132,27 @@ def all_trained():
 
 def test_a_split_model_ends_where_one_device_ends():
     for results in launch(all_trained, world_size=2):
-        apart = {name: distance for name, (distance, _) in results.items() if distance > 1e-12}
-        assert not apart
-        assert all(is_split for _, is_split in results.values())
+        for name, result in results.items():
+            assert result.distance < 1e-12, name
+            assert result.is_split, name
+
+
+class Averaged(NamedTuple):
+    """How far a split model ends from one device, and its norm, and copies from before."""
+
+    distance: float
+    norm_distance: float
+    distance_of_copies: float
 
 
 def averaged(kind, arguments):
-    """Average gradients over the data axis of a mesh of two by two; return the distance to one
-    device.
-    """
+    """Average gradients over the data axis of a mesh of two by two, in three steps."""
     groups = mesh(data=2, tensor=2)
     ours = net()
     one = net()
     stage9_tensor.parallelize(ours, groups["tensor"])
-    copies = [copy.deepcopy(ours), torch.optim.swa_utils.AveragedModel(ours)]
+    copied = copy.deepcopy(ours)
+    average = torch.optim.swa_utils.AveragedModel(ours)
     if kind is ShardedOptimizer:
         forward = ours
         optimizer = kind(ours.parameters(), torch.optim.SGD, group=groups["data"], lr=0.1)
@@ -151,23 +165,22 @@ def averaged(kind, arguments):
         mine = slice(dist.get_rank() // 2, None, 2)
         cross_entropy(forward(inputs[mine]), targets[mine]).backward()
         cross_entropy(one(inputs), targets).backward()
-        norms = [0, 0]
-        if kind is not ShardedOptimizer:
-            norms = [stage9_tensor.clip_grad_norm_(ours, 0.1, groups["tensor"])]
-            norms += [nn.utils.clip_grad_norm_(one.parameters(), 0.1)]
-        else:
+        if kind is ShardedOptimizer:
+            # It averages when it steps, or before, if it is asked to.
             optimizer.average()
+            norm_distance = 0.0
+        else:
+            norm = stage9_tensor.clip_grad_norm_(ours, 0.1, groups["tensor"])
+            norm_distance = abs(norm - nn.utils.clip_grad_norm_(one.parameters(), 0.1))
         optimizer.step()
         expected.step()
         expected.zero_grad()
         ours.zero_grad()
-        if kind is ShardedOptimizer:
-            optimizer.zero_grad()
-    for each in copies:
+        optimizer.zero_grad()
+    for each in (ours, copied, average):
         stage9_tensor.restore(each)
-    stage9_tensor.restore(ours)
-    start = max(gap(copies[0], net()), gap(copies[1].module, net()))
-    return gap(ours, one), abs(norms[0] - norms[1]), start
+    distance_of_copies = max(gap(copied, net()), gap(average.module, net()))
+    return Averaged(gap(ours, one), norm_distance, distance_of_copies)
 
 
 @pytest.mark.parametrize(
@@ -181,14 +194,14 @@ def averaged(kind, arguments):
     ],
 )
 def test_other_stages_average_over_the_data_axis(kind, arguments):
-    for distance, norms, start in launch(averaged, kind, arguments, world_size=4):
-        assert distance < 1e-12
-        assert norms < 1e-12
-        assert start == 0
+    for rank in launch(averaged, kind, arguments, world_size=4):
+        assert rank.distance < 1e-12
+        assert rank.norm_distance < 1e-12
+        assert rank.distance_of_copies == 0
 
 
 def different_starts():
-    """Ranks that made different models: all start from the first rank's."""
+    """Split a model that differs from rank to rank; return how far it is from the first rank's."""
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)).double()
     torch.manual_seed(0)
@@ -201,27 +214,27 @@ def test_all_ranks_start_from_the_first_ranks_weights():
 
 
 def after_an_average():
-    """Copies and averages of a split model, and a model that was compiled after it was split."""
-    ours = net()
-    one = net()
-    stage9_tensor.parallelize(ours)
-    gaps = []
-    for model in (ours, one):
-        average = torch.optim.swa_utils.AveragedModel(
-            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
-        )
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        forward = torch.compile(model, backend="eager")
-        for seed in range(3):
-            inputs, targets = data(seed)
-            cross_entropy(forward(inputs), targets).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            average.update_parameters(model)
-        gaps.append((model, average.module, copy.deepcopy(model)))
-    for each in gaps[0]:
-        stage9_tensor.restore(each)
-    return [gap(a, b) for a, b in zip(*gaps, strict=True)]
+    """Return how far a split model, its average and its copy are from those of one device."""
+    ours = model_average_and_copy(split())
+    expected = model_average_and_copy(net())
+    for model in ours:
+        stage9_tensor.restore(model)
+    return [gap(model, one) for model, one in zip(ours, expected, strict=True)]
+
+
+def model_average_and_copy(model):
+    """Train a model that is compiled; return it, its exponential average, and a copy."""
+    averaging = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=averaging)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    forward = torch.compile(model, backend="eager")
+    for seed in range(3):
+        inputs, targets = data(seed)
+        cross_entropy(forward(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+    return [model, average.module, copy.deepcopy(model)]
 
 
 def test_copies_averages_and_compiled_models_are_whole_again():
@@ -229,82 +242,33 @@ def test_copies_averages_and_compiled_models_are_whole_again():
         assert max(gaps) < 1e-12, gaps
 
 
-def split(change=nothing):
-    model = net()
-    change(model)
-    return stage9_tensor.parallelize(model)
+def split():
+    return stage9_tensor.parallelize(net())
 
 
-def each_linear(function):
-    """Call `function` with each layer of a split model that is linear, then run the model."""
+def linear_layers(model):
+    """Return the layers of a model that are linear, among them those that are split."""
+    return [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+
+
+def filled_with_zeros():
+    """Return the largest spread of the outputs after each linear layer's weight became zero."""
     model = split()
-    for layer in model.modules():
-        if isinstance(layer, nn.Linear):
-            function(layer)
-    return model(data()[0])
-
-
-def normalised(layer):
-    layer.register_forward_hook(lambda layer, inputs, outputs: outputs / outputs.norm())
-
-
-def linear_layers():
-    """Return the outputs of a model whose linear layers are zeros, and how many those are."""
-    outputs = each_linear(lambda layer: INIT.zeros_(layer.weight))
-    return outputs.std(0).max().item(), sum(isinstance(m, nn.Linear) for m in split().modules())
+    layers = linear_layers(model)
+    assert len(layers) == 4
+    for layer in layers:
+        nn.init.zeros_(layer.weight)
+    return model(data()[0]).std(0).max().item()
 
 
 def test_programs_that_walk_over_linear_layers_find_those_that_are_split():
-    assert launch(linear_layers, world_size=2) == [(0.0, 4)] * 2
+    assert launch(filled_with_zeros, world_size=2) == [0.0] * 2
 
 
 def with_gradients():
     model = split()
     cross_entropy(model(data()[0]), data()[1]).backward()
     return model
-
-
-def penalty(wanted):
-    """Take a gradient of gradients: `wanted` chooses that of the inputs or of the weights."""
-    model = split()
-    inputs = data()[0].requires_grad_()
-    (gradient,) = torch.autograd.grad(
-        model(inputs).square().sum(), wanted(model, inputs), create_graph=True
-    )
-    gradient.as_subclass(torch.Tensor).square().sum().backward()
-
-
-def steps_before(optimizer, **settings):
-    model = net()
-    optimizer = optimizer(model.parameters(), lr=0.1, **settings)
-    cross_entropy(model(data()[0]), data()[1]).backward()
-    optimizer.step()
-    stage9_tensor.parallelize(model)
-    cross_entropy(model(data()[0]), data()[1]).backward()
-    optimizer.step()
-
-
-def exchanged():
-    model = split()
-    model[0].weight = nn.Parameter(torch.ones(4, 5).double())
-    stage9_tensor.restore(model)
-
-
-def trained_after(change):
-    """A layer is changed after the split: the next forward pass and `restore` refuse it."""
-    model = split()
-    change(model[2])
-    with pytest.raises(RuntimeError, match="exchanged, added or removed"):
-        stage9_tensor.restore(model)
-    model(data()[0])
-
-
-def without_bias(layer):
-    layer.bias = None
-
-
-def with_a_scale(layer):
-    layer.scale = nn.Parameter(torch.ones(6).double())
 
 
 class Adapter(nn.Module):
@@ -327,12 +291,16 @@ def put(place, make):
     return model(data()[0])
 
 
+def another_relu(activation):
+    return nn.ReLU()
+
+
 def others_that_compute_the_same():
     """Put in wrappers without weights, and another activation."""
     expected = net()(data()[0])
     compiled = partial(torch.compile, backend="eager")
     results = [put(place, compiled) for place in (0, 2, 4, 6)]
-    results.append(put(3, lambda activation: nn.ReLU()))
+    results.append(put(3, another_relu))
     results.append(copy.deepcopy(split())(data()[0]))
     return [(result - expected).abs().max().item() for result in results]
 
@@ -342,24 +310,217 @@ def test_a_split_layer_may_be_wrapped_without_weights():
         assert max(gaps) < 1e-12, gaps
 
 
+PART = "this rank has a part of the tensor only"
+AXIS = "is split over ranks of this process group"
+REFUSALS = Refusals()
+refused = REFUSALS.refused
+
+
+def does_to_a_slice(action):
+    """Return a function that calls `action` with a weight that is a slice and has a gradient."""
+
+    @wraps(action)
+    def attempt():
+        parameters = with_gradients().parameters()
+        action(next(each for each in parameters if isinstance(each, stage9_tensor.Slice)))
+
+    return attempt
+
+
+def changes_a_layer(change):
+    """Return a function that changes a layer after the split.
+
+    `restore` must refuse that, and so must the next forward pass.
+    """
+
+    @wraps(change)
+    def attempt():
+        model = split()
+        change(model[2])
+        with pytest.raises(RuntimeError, match="exchanged, added or removed"):
+            stage9_tensor.restore(model)
+        model(data()[0])
+
+    return attempt
+
+
+@refused("differentiate twice")
+def penalty_of_inputs():
+    model = split()
+    inputs = data()[0].requires_grad_()
+    penalise(model(inputs), inputs)
+
+
+@refused("differentiate twice")
+def penalty_of_weights():
+    model = split()
+    penalise(model(data()[0]), model[0].weight)
+
+
+@refused("differentiate twice")
+def penalty_of_a_bias():
+    model = split()
+    penalise(model(data()[0]), model[0].bias)
+
+
+def penalise(outputs, wanted):
+    """Take a gradient of the gradient of `wanted`."""
+    (gradient,) = torch.autograd.grad(outputs.square().sum(), wanted, create_graph=True)
+    gradient.as_subclass(torch.Tensor).square().sum().backward()
+
+
+@refused(AXIS)
+def ddp_over_the_tensor_axis():
+    DistributedDataParallel(split())
+
+
+@refused(AXIS)
+def ddp_that_broadcasts_nothing():
+    DistributedDataParallel(split(), init_sync=False)
+
+
+@refused(AXIS)
+def torchs_ddp_over_it():
+    # The constructor of torch's class finds slices of equal shapes, and nothing amiss.
+    model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+    TORCHS(stage9_tensor.parallelize(model))(data()[0])
+
+
+@refused(AXIS)
+def stage_5_over_it():
+    BucketedDDP(split())
+
+
+@refused(AXIS)
+def zero_1_over_it():
+    ShardedOptimizer(split().parameters(), torch.optim.SGD)
+
+
+@refused("sharded already, or split")
+def fsdp_around_it():
+    FullyShardedDataParallel(split())
+
+
+@refused("sharded already, or split")
+def split_twice():
+    stage9_tensor.parallelize(split())
+
+
+@refused("compiled already")
+def compiled_before():
+    stage9_tensor.parallelize(torch.compile(net(), backend="eager"))
+
+
+def steps_before(optimizer, **settings):
+    """Split a model whose optimizer has taken a step, and take another one."""
+    model = net()
+    optimizer = optimizer(model.parameters(), lr=0.1, **settings)
+    cross_entropy(model(data()[0]), data()[1]).backward()
+    optimizer.step()
+    stage9_tensor.parallelize(model)
+    cross_entropy(model(data()[0]), data()[1]).backward()
+    optimizer.step()
+
+
+@refused("make the optimizer anew")
+def adam_with_steps():
+    steps_before(torch.optim.Adam)
+
+
+@refused("make the optimizer anew")
+def adam_with_steps_foreach():
+    steps_before(torch.optim.Adam, foreach=True)
+
+
+@refused("make the optimizer anew")
+def adam_with_steps_fused():
+    steps_before(torch.optim.Adam, fused=True)
+
+
+@refused("make the optimizer anew")
+def sgd_with_steps_fused():
+    steps_before(torch.optim.SGD, momentum=0.9, fused=True)
+
+
+@refused("make the optimizer anew")
+def adagrad_with_steps_fused():
+    steps_before(torch.optim.Adagrad, fused=True)
+
+
+@refused("was exchanged")
+def weight_exchanged():
+    model = split()
+    model[0].weight = nn.Parameter(torch.ones(4, 5).double())
+    stage9_tensor.restore(model)
+
+
+@refused("the bias of a split layer")
+@changes_a_layer
+def bias_removed(layer):
+    layer.bias = None
+
+
+@refused("the scale of a split layer")
+@changes_a_layer
+def parameter_added(layer):
+    layer.scale = nn.Parameter(torch.ones(6).double())
+
+
+@refused("0 of Sequential was exchanged after the split")
+def adapter_of_outputs():
+    put(0, Adapter)
+
+
+@refused("2 of Sequential was exchanged after the split")
+def adapter_of_inputs():
+    put(2, Adapter)
+
+
+@refused("1 of Sequential")
+def softmax_of_a_slice():
+    model = split()
+    model[1] = nn.Softmax(-1)
+    model(data()[0])
+
+
+@refused("1 of Sequential")
+def weight_between():
+    model = split()
+    model[1] = nn.PReLU().double()
+    model(data()[0])
+
+
+@refused("initialise a model before")
+def layer_made_anew():
+    split()[2].reset_parameters()
+
+
+@refused("cannot be moved or converted")
+def converted():
+    split().float()
+
+
+@refused("all ranks must have the same model")
 def other_shapes():
     size = 6 + 2 * dist.get_rank()
     stage9_tensor.parallelize(nn.Sequential(nn.Linear(4, size), nn.ReLU(), nn.Linear(size, 4)))
 
 
-def tensor_axis(wrap):
-    wrap(split())
+@refused("has no two linear layers")
+def nothing_to_split():
+    stage9_tensor.parallelize(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
 
 
-def torchs_over_the_tensor_axis():
-    """Wrap a split model in torch's DDP, whose constructor finds slices of equal shapes, and
-    nothing amiss.
-    """
-    model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)).double()
-    TORCHS(stage9_tensor.parallelize(model))(data()[0])
+@refused("has no two linear layers")
+def all_have_hooks():
+    model = net()
+    for layer in model:
+        layer.register_forward_hook(print)
+    stage9_tensor.parallelize(model)
 
 
-def clip_of_zero_1():
+@refused("are parts in two ways")
+def clipping_by_zero_1():
     model = split()
     group = mesh(data=2, tensor=1)["tensor"]
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, group=group, lr=0.1)
@@ -367,131 +528,185 @@ def clip_of_zero_1():
     optimizer.clip_grad_norm_(1.0)
 
 
-def each_weight(function):
-    """Call `function` with the first weight that is a slice."""
-    model = with_gradients()
-    return function(next(p for p in model.parameters() if isinstance(p, stage9_tensor.Slice)))
+@refused("write values into it by copy_")
+@does_to_a_slice
+def other_data(weight):
+    weight.data = torch.ones(7, 5).double()
 
 
-PART = "this rank has a part of the tensor only"
-AXIS = "is split over ranks of this process group"
-INIT = nn.init
-WITH_STATE = [
-    (torch.optim.Adam, {}),
-    (torch.optim.Adam, {"foreach": True}),
-    (torch.optim.Adam, {"fused": True}),
-    (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
-    (torch.optim.Adagrad, {"fused": True}),
-]
-REFUSED = {
-    "a gradient penalty": ("differentiate twice", lambda: penalty(lambda m, x: x)),
-    "one of the weights": ("differentiate twice", lambda: penalty(lambda m, x: m[0].weight)),
-    "one of a last bias": ("differentiate twice", lambda: penalty(lambda m, x: m[0].bias)),
-    "DDP over the tensor axis": (AXIS, lambda: DistributedDataParallel(split())),
-    "DDP that broadcasts nothing": (
-        AXIS,
-        lambda: DistributedDataParallel(split(), init_sync=False),
-    ),
-    "torch's DDP over it": (AXIS, torchs_over_the_tensor_axis),
-    "stage 5 over it": (AXIS, lambda: BucketedDDP(split())),
-    "ZeRO-1 over it": (AXIS, lambda: ShardedOptimizer(split().parameters(), torch.optim.SGD)),
-    "FSDP around it": ("sharded already, or split", lambda: FullyShardedDataParallel(split())),
-    "split twice": ("sharded already, or split", lambda: stage9_tensor.parallelize(split())),
-    "compiled before": (
-        "compiled already",
-        lambda: stage9_tensor.parallelize(torch.compile(net(), backend="eager")),
-    ),
-    **{
-        f"an optimizer with steps, {optimizer.__name__} {settings}": (
-            "make the optimizer anew",
-            partial(steps_before, optimizer, **settings),
-        )
-        for optimizer, settings in WITH_STATE
-    },
-    "a weight exchanged": ("was exchanged", exchanged),
-    "a bias removed": ("the bias of a split layer", lambda: trained_after(without_bias)),
-    "a parameter added": ("the scale of a split layer", lambda: trained_after(with_a_scale)),
-    "an adapter of outputs": (
-        "0 of Sequential was exchanged after the split",
-        lambda: put(0, Adapter),
-    ),
-    "an adapter of inputs": (
-        "2 of Sequential was exchanged after the split",
-        lambda: put(2, Adapter),
-    ),
-    "softmax of a slice": ("1 of Sequential", lambda: put(1, lambda _: nn.Softmax(-1))),
-    "a weight between": ("1 of Sequential", lambda: put(1, lambda _: nn.PReLU().double())),
-    "a layer made anew": ("initialise a model before", lambda: split()[2].reset_parameters()),
-    "converted": ("cannot be moved or converted", lambda: split().float()),
-    "other shapes": ("all ranks must have the same model", other_shapes),
-    "nothing to split": (
-        "has no two linear layers",
-        lambda: stage9_tensor.parallelize(nn.Sequential(nn.Linear(3, 3), nn.ReLU())),
-    ),
-    "all have hooks": (
-        "has no two linear layers",
-        lambda: split(lambda m: [layer.register_forward_hook(print) for layer in m]),
-    ),
-    "clipping by ZeRO-1": ("are parts in two ways", clip_of_zero_1),
-    "other data": (
-        "write values into it by copy_",
-        lambda: each_weight(lambda w: setattr(w, "data", torch.ones(7, 5).double())),
-    ),
-    "the norm": (PART, lambda: each_weight(lambda w: w.norm())),
-    "the gradient's norm": (PART, lambda: each_weight(lambda w: w.grad.norm())),
-    "LARS": (PART, lambda: each_weight(lambda w: torch.linalg.vector_norm(w.detach()))),
-    "kaiming": (PART, lambda: each_weight(INIT.kaiming_uniform_)),
-    "xavier": (PART, lambda: each_weight(INIT.xavier_normal_)),
-    "every linear layer drawn": (
-        PART,
-        lambda: each_linear(lambda layer: layer.weight.data.normal_(0, 0.02)),
-    ),
-    "a hook on a slice": ("a hook was added to 0 of Sequential", lambda: each_linear(normalised)),
-    "orthogonal": (PART, lambda: each_weight(INIT.orthogonal_)),
-    "eye": (PART, lambda: each_weight(INIT.eye_)),
-    "truncated": (PART, lambda: each_weight(INIT.trunc_normal_)),
-    "sparse": (PART, lambda: each_weight(lambda w: INIT.sparse_(w, 0.5))),
-    "noise": (PART, lambda: each_weight(torch.randn_like)),
-    "a row": (PART, lambda: each_weight(lambda w: w[0])),
-    "a row written": (PART, lambda: each_weight(lambda w: w.data.__setitem__(0, 0.0))),
-    "turned": (PART, lambda: each_weight(lambda w: w.T)),
-    "softmax": (PART, lambda: each_weight(lambda w: w.softmax(0))),
-    "the largest": (PART, lambda: each_weight(lambda w: w.max())),
-    "finite": (PART, lambda: each_weight(lambda w: w.grad.isfinite().all())),
-    "equal": (PART, lambda: each_weight(lambda w: torch.equal(w, w))),
-    "as numbers": (PART, lambda: each_weight(lambda w: w.tolist())),
-    "as an array": (PART, lambda: each_weight(lambda w: w.detach().numpy())),
-    "spectral norm": (PART, lambda: each_weight(torch.linalg.svdvals)),
-    "end to end": (
-        PART,
-        lambda: nn.utils.parameters_to_vector(with_gradients().parameters()).norm(),
-    ),
-    "a mesh of negative sizes": ("1 or more", lambda: mesh(data=-1, tensor=-2)),
-    "a mesh of fractions": ("1 or more", lambda: mesh(data=1.0, tensor=2.0)),
-    "a mesh of zero": ("1 or more", lambda: mesh(data=0, tensor=2)),
-    "a negative number of ranks": (
-        "1 or more",
-        lambda: stage9_tensor.train(net(), [data()], 0.1, tensor=-1),
-    ),
-    "too many ranks": ("1 or more", lambda: stage9_tensor.train(net(), [data()], 0.1, tensor=4)),
-    "a number that divides nothing": (
-        "1 or more",
-        lambda: stage9_tensor.train(net(), [data()], 0.1, tensor=2.5),
-    ),
-}
+@refused(PART)
+@does_to_a_slice
+def norm(weight):
+    weight.norm()
 
 
-def all_refused():
-    messages = {}
-    for name, (_, refused) in REFUSED.items():
-        try:
-            refused()
-            messages[name] = "nothing"
-        except Exception as error:
-            messages[name] = f"{type(error).__name__} {error}"
-    return messages
+@refused(PART)
+@does_to_a_slice
+def gradients_norm(weight):
+    weight.grad.norm()
+
+
+@refused(PART)
+@does_to_a_slice
+def lars(weight):
+    torch.linalg.vector_norm(weight.detach())
+
+
+@refused(PART)
+@does_to_a_slice
+def kaiming(weight):
+    nn.init.kaiming_uniform_(weight)
+
+
+@refused(PART)
+@does_to_a_slice
+def xavier(weight):
+    nn.init.xavier_normal_(weight)
+
+
+@refused(PART)
+def every_linear_layer_drawn():
+    for layer in linear_layers(split()):
+        layer.weight.data.normal_(0, 0.02)
+
+
+@refused("a hook was added to 0 of Sequential")
+def hook_on_a_slice():
+    model = split()
+    for layer in linear_layers(model):
+        layer.register_forward_hook(normalised)
+    model(data()[0])
+
+
+def normalised(layer, inputs, outputs):
+    return outputs / outputs.norm()
+
+
+@refused(PART)
+@does_to_a_slice
+def orthogonal(weight):
+    nn.init.orthogonal_(weight)
+
+
+@refused(PART)
+@does_to_a_slice
+def eye(weight):
+    nn.init.eye_(weight)
+
+
+@refused(PART)
+@does_to_a_slice
+def truncated(weight):
+    nn.init.trunc_normal_(weight)
+
+
+@refused(PART)
+@does_to_a_slice
+def sparse(weight):
+    nn.init.sparse_(weight, 0.5)
+
+
+@refused(PART)
+@does_to_a_slice
+def noise(weight):
+    torch.randn_like(weight)
+
+
+@refused(PART)
+@does_to_a_slice
+def row(weight):
+    return weight[0]
+
+
+@refused(PART)
+@does_to_a_slice
+def row_written(weight):
+    weight.data[0] = 0.0
+
+
+@refused(PART)
+@does_to_a_slice
+def turned(weight):
+    return weight.T
+
+
+@refused(PART)
+@does_to_a_slice
+def softmax(weight):
+    weight.softmax(0)
+
+
+@refused(PART)
+@does_to_a_slice
+def largest(weight):
+    weight.max()
+
+
+@refused(PART)
+@does_to_a_slice
+def finite(weight):
+    weight.grad.isfinite().all()
+
+
+@refused(PART)
+@does_to_a_slice
+def equal(weight):
+    torch.equal(weight, weight)
+
+
+@refused(PART)
+@does_to_a_slice
+def as_numbers(weight):
+    weight.tolist()
+
+
+@refused(PART)
+@does_to_a_slice
+def as_an_array(weight):
+    weight.detach().numpy()
+
+
+@refused(PART)
+@does_to_a_slice
+def spectral_norm(weight):
+    torch.linalg.svdvals(weight)
+
+
+@refused(PART)
+def end_to_end():
+    nn.utils.parameters_to_vector(with_gradients().parameters()).norm()
+
+
+@refused("1 or more")
+def mesh_of_negative_sizes():
+    mesh(data=-1, tensor=-2)
+
+
+@refused("1 or more")
+def mesh_of_fractions():
+    mesh(data=1.0, tensor=2.0)
+
+
+@refused("1 or more")
+def mesh_of_zero():
+    mesh(data=0, tensor=2)
+
+
+@refused("1 or more")
+def negative_number_of_ranks():
+    stage9_tensor.train(net(), [data()], 0.1, tensor=-1)
+
+
+@refused("1 or more")
+def too_many_ranks():
+    stage9_tensor.train(net(), [data()], 0.1, tensor=4)
+
+
+@refused("1 or more")
+def number_that_divides_nothing():
+    stage9_tensor.train(net(), [data()], 0.1, tensor=2.5)
 
 
 def test_what_would_train_something_else_is_refused():
-    for messages in launch(all_refused, world_size=2):
-        assert {name: m for name, m in messages.items() if REFUSED[name][0] not in m} == {}
+    for messages in launch(REFUSALS.messages, world_size=2):
+        REFUSALS.assert_told(messages)

@@ -309,31 +309,13 @@ def test_ranks_end_when_their_torchrun_is_killed(tmp_path, program, seconds):
 
 def test_under_torchrun_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path):
     options = [*BYTES, "--steps", "160", "--every", "10", "--stage", "6"]
-    command = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--max-restarts=3",
-        "--standalone",
-    ]
-    command += [
-        "--monitor-interval=0.1",
-        "-m",
-        "ddp_course.train",
-        *options,
-        "--checkpoint",
-        str(tmp_path),
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += ["--max-restarts=3", "--standalone", "--monitor-interval=0.1"]
+    command += ["-m", "ddp_course.train", *options, "--checkpoint", str(tmp_path)]
     # torchrun leaves folders behind in TMPDIR.
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "TMPDIR": str(tmp_path),
-    }
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     with open(tmp_path / "log", "w") as log:
-        agent = subprocess.Popen(
-            [sys.executable, *command], stdout=log, stderr=log, env=environment
-        )
+        agent = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     try:
         for kill in range(2):
             wait_for(lambda: checkpoint.checkpoints(tmp_path), agent)
@@ -348,9 +330,8 @@ def test_under_torchrun_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
     loaded = checkpoint.load(tmp_path)
     assert loaded["losses"] == expected["losses"]
     assert loaded["step"] == 160
-    assert all(
-        torch.equal(loaded["model"][name], tensor) for name, tensor in expected["model"].items()
-    )
+    for name, tensor in expected["model"].items():
+        assert torch.equal(loaded["model"][name], tensor), name
 
 
 def wait_for(condition, agent, seconds=180):

@@ -60,9 +60,7 @@ check("7.1", assign_owners)
 # sum of chunk r+1; the second sends that chunk to all. The step uses the *mean* of the ranks' gradients.
 # %% answer-7-2
 def sharded_step(weights, gradients, update, group=None):
-    """Average the ranks' gradients, update this rank's chunk of the weights, and get the other
-    chunks, in place.
-    """
+    """Average all gradients, update this rank's chunk of the weights, and get the others, in place."""
     ### BEGIN SOLUTION
     world_size = dist.get_world_size(group)
     for chunk in gradients:
@@ -89,9 +87,7 @@ check("7.2", sharded_step)
 # fit? Guess first: with level 1, is there a number of ranks for every model?
 # %% answer-7-3
 def fewest_ranks(parameters, memory, level):
-    """Return the smallest number of ranks on which each needs at most `memory` bytes; 0 if no
-    number is enough.
-    """
+    """Return the fewest ranks of which each needs at most `memory` bytes; 0 if no number will do."""
     ### BEGIN SOLUTION
     whole = (16, 4, 2, 0)[level] * parameters
     shared = 16 * parameters - whole
@@ -176,9 +172,7 @@ check("7.4", network_order)
 # keeps no more than its chunk: the whole gradient goes, and the layer is freed. `finish` returns when all that is done.
 # %% answer-7-5
 def fetch(layer, thread):
-    """Begin to gather the whole parameter, unless that has begun; return the future that ends with
-    it.
-    """
+    """Begin to gather the whole parameter, unless that has begun; return the gather's future."""
     ### BEGIN SOLUTION
     if layer.coming is None:
         layer.storage.resize_(layer.nbytes)
@@ -197,9 +191,7 @@ def free(layer):
 
 
 def finish(layer, thread):
-    """Add the mean of this rank's chunk of the gradient to `own.grad`; keep nothing else, and free
-    the layer.
-    """
+    """Add the mean of this rank's chunk of the gradient to `own.grad`, and free all the rest."""
     ### BEGIN SOLUTION
     world_size = len(layer.chunks)
     whole = layer.parameter.grad.view(-1).float() / world_size
@@ -226,9 +218,7 @@ check("7.5", fetch, free, finish)
 # not sharded. `all_reduce(tensor)` sums over the ranks, in place; once is enough.
 # %% answer-7-6
 def global_norm(shards, replicated, all_reduce):
-    """Return the 2-norm of all gradients together, the same on all ranks, as a tensor; change no
-    gradient.
-    """
+    """Return the 2-norm of all gradients together, the same on all ranks; change no gradient."""
     ### BEGIN SOLUTION
     squares = torch.zeros((), dtype=torch.float64)
     for shard in shards:
@@ -261,9 +251,7 @@ check("7.6", global_norm)
 # Return GPUs and tokens, both as an `int`; where nothing is sent, 0 tokens are enough.
 # %% answer-7-7
 def smallest_batch(parameters, memory, flops_per_s, bytes_per_s, weight_bytes, gradient_bytes):
-    """Return the fewest GPUs that keep the model, and the fewest tokens with which these wait for
-    nothing.
-    """
+    """Return the fewest GPUs that keep the model, and the fewest tokens with which none waits."""
     ### BEGIN SOLUTION
     gpus = -(-16 * parameters // memory)
     # forward: 2 n tokens / K / flops_per_s >= (K-1)/K n weight_bytes / bytes_per_s,
@@ -382,7 +370,8 @@ def way_of(held, ranks):
         return "ZeRO-1"
     rises = 0
     for place in range(1, len(backward)):
-        rises += backward[place] > backward[place - 1] + 1
+        if backward[place] > backward[place - 1] + 1:
+            rises += 1
     return "checkpointed" if rises >= 2 else "fully sharded"
     ### END SOLUTION
 

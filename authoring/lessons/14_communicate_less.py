@@ -18,6 +18,7 @@ train exactly as one device does. This lesson measures both sides: how much time
 
 # %% imports
 import time
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -69,9 +70,7 @@ gradient before the largest are chosen. Change neither `gradient` nor `left`; bo
 
 # %% task-14-1
 def compress(gradient, left, share):
-    """Return (values, places, left): what to send of gradient + left, where it belongs, and what
-    is left now.
-    """
+    """Return (values, places, left): what to send of gradient + left, where it belongs, and the rest."""
     raise NotImplementedError("Exercise 14.1: Send the largest")
 
 
@@ -176,7 +175,10 @@ def hooked(hook):
 
 
 def local(every, outer=None):
-    return lambda model, batches, lr: communicate_less.train_local(model, batches, lr, every, outer)
+    def way(model, batches, lr):
+        return communicate_less.train_local(model, batches, lr, every, outer)
+
+    return way
 
 
 # %% all-ways
@@ -206,6 +208,12 @@ ways = {
 text = problems.make("bytes", parameters=20_000, context=32)
 
 
+class Outcome(NamedTuple):
+    losses: list
+    bytes_per_step: float
+    held_out_loss: float
+
+
 def trained(seed, steps=40):
     outcomes = {}
     for name, way in ways.items():
@@ -216,8 +224,8 @@ def trained(seed, steps=40):
             way(text.model(), [], 0.15)  # no steps: the broadcast at the start, and no more
         with wire.counting() as traffic:
             losses = way(model, share, 0.15)
-        sent_per_step = (traffic.bytes_sent - before.bytes_sent) / steps
-        outcomes[name] = losses, sent_per_step, text.loss(model)
+        bytes_per_step = (traffic.bytes_sent - before.bytes_sent) / steps
+        outcomes[name] = Outcome(losses, bytes_per_step, text.loss(model))
         dist.barrier()
     return outcomes
 
@@ -229,7 +237,7 @@ runs = [launch(trained, seed, world_size=K, progress=(f"seed {seed}", steps)) fo
 # %% final-loss folded=true
 final = {}
 for name in ways:
-    final[name] = [run[0][name][2] for run in runs]
+    final[name] = [ranks[0][name].held_out_loss for ranks in runs]
 mean = {name.replace(", ", ",\n"): sum(three) / 3 for name, three in final.items()}
 spread = max(max(three) - min(three) for three in final.values())
 show.bars(
@@ -255,7 +263,7 @@ print("error feedback wins back most of what the largest 1 % alone would lose")
 # %% bytes folded=true
 sent = {}
 for name in ways:
-    sent[name] = max(rank[name][1] for rank in runs[0])
+    sent[name] = max(rank[name].bytes_per_step for rank in runs[0])
 first = sent["every step"]
 percent = {name: 100 * count / first for name, count in sent.items()}
 title = (
@@ -296,8 +304,12 @@ the eight ways are drawn: all but top 1 % without feedback. First a slow link of
 def against_time(bits_per_second, compute_s=0.02, window=8):
     series = {}
     bands = {}
-    for name in [name for name in ways if name != "top 1 %, no feedback"]:
-        losses = [rank[name][0] for run in runs for rank in run if rank[name][0]]
+    for name in ways:
+        if name == "top 1 %, no feedback":
+            continue
+        outcomes = [rank[name] for ranks in runs for rank in ranks]
+        # The server trains nothing, so it has no losses.
+        losses = [outcome.losses for outcome in outcomes if outcome.losses]
         mean_losses = torch.tensor(losses).unflatten(0, (len(runs), -1)).mean(1)
         smooth = mean_losses.unfold(1, window, 1).mean(-1)
         shares = K / (K - 1) if name == "asynchronous" else 1  # One of K ranks only serves.
@@ -326,7 +338,8 @@ drawn(1e9, "On 1 Gbit/s sending less gains little, and a server costs one worker
 # %% check-time folded=true
 # NBVAL_CHECK_OUTPUT
 def last_second(name, bits_per_second):
-    seconds, _ = against_time(bits_per_second)[0][name]
+    series, _ = against_time(bits_per_second)
+    seconds, _ = series[name]
     return seconds[-1]
 
 

@@ -22,9 +22,7 @@ from ddp_exercises import check, hint
 # nor `left`; both have one dimension.
 # %% answer-14-1
 def compress(gradient, left, share):
-    """Return (values, places, left): what to send of gradient + left, where it belongs, and what
-    is left now.
-    """
+    """Return (values, places, left): what to send of gradient + left, where it belongs, and the rest."""
     ### BEGIN SOLUTION
     owed = gradient + left
     places = owed.abs().topk(max(1, round(share * len(owed)))).indices
@@ -96,9 +94,7 @@ def the_bug():
 
 
 def make_hook(share):
-    """Return the mended hook: `hook(name, gradient)` returns what is sent, and keeps the rest by
-    name.
-    """
+    """Return the mended hook: `hook(name, gradient)` returns what is sent, and keeps the rest."""
     ### BEGIN SOLUTION
     kept = {}
 
@@ -143,8 +139,9 @@ def winner(ways, target, compute_s, bits):
 
 
 def break_even(plain, frugal, target, compute_s):
-    """Return the bits per second at which both ways reach `target` at the same time; `frugal`
-    needs more steps.
+    """Return the bits per second at which both ways reach `target` at the same time.
+
+    `frugal` needs more steps.
     """
 
     ### BEGIN SOLUTION
@@ -174,9 +171,7 @@ check("14.4", winner, break_even)
 # int8 values and a scale of one number, and nothing else. Change neither `gradient` nor `left`.
 # %% answer-14-5
 def int8_mean(gradient, left, gather):
-    """Return (the mean over the ranks of what was sent, what is left on this rank now), both in
-    float32.
-    """
+    """Return (the mean over the ranks of what was sent, what is left on this rank now), in float32."""
     ### BEGIN SOLUTION
     owed = gradient + left
     scale = owed.abs().max() / 127

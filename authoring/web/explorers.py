@@ -1,5 +1,4 @@
-"""Explorers for a page without a kernel: the picture of every position of the sliders, drawn
-beforehand.
+"""Explorers for a page without a kernel: each position of the sliders is a picture drawn before.
 
 Neighbouring pictures are SVG files that differ in few lines. So each line is kept once, and a
 picture is a list of line numbers; assets/course.js puts them together again.
@@ -23,10 +22,10 @@ SVG = {
 
 
 def drawn(recipe: dict, most: int) -> str:
-    """Return the explorer that `recipe` describes as JSON for the script: its sliders, and about
-    `most` pictures or fewer.
+    """Return the explorer that `recipe` describes as JSON for the script.
 
-    Where there are more positions than that, the longest sliders lose some in their middle.
+    It has its sliders, and about `most` pictures or fewer. Where there are more positions than
+    that, the longest sliders lose some in their middle.
     """
     explorer = widgets.rebuild(recipe)
     controls = explorer.controls
@@ -65,8 +64,9 @@ def positions(control):
 
 
 def movable_ends(explorer):
-    """Return sliders of whole numbers behind the first: how far they go may depend on those
-    before them.
+    """Return sliders of whole numbers behind the first.
+
+    How far they go may depend on those before them.
     """
     return [
         name
@@ -76,10 +76,10 @@ def movable_ends(explorer):
 
 
 def thinned(all_positions, first_values, most):
-    """Return `all_positions` {name: (label, value) pairs}, with pairs left out of the longest until
-    `most` pictures remain.
+    """Return `all_positions` with pairs left out of the longest until `most` pictures remain.
 
-    Each slider's first value stays, and its ends as long as that can be.
+    They are {name: (label, value) pairs}. Each slider's first value stays, and its ends as long as
+    that can be.
     """
     kept = {name: list(pairs) for name, pairs in all_positions.items()}
     while math.prod(map(len, kept.values())) > most:
@@ -94,10 +94,10 @@ def thinned(all_positions, first_values, most):
 
 
 def branch(explorer, kept, names, lines, labels):
-    """Return the tree of pictures: a list for each of the sliders `names`, whose positions are
-    `kept`, and at its ends [message, alternative text, line numbers].
+    """Return the tree of pictures: a list for each of the sliders `names`, with positions `kept`.
 
-    On the way `lines`, {line: its number}, and `labels`, {name: labels}, are filled.
+    At its ends are [message, alternative text, line numbers]. On the way `lines`, {line: its
+    number}, and `labels`, {name: labels}, are filled.
     """
     if not names:
         picture = explorer.picture()

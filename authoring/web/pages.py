@@ -33,8 +33,9 @@ LIST_ITEM = re.compile(r" *(?:[-*+]|\d+\.) +\S")
 
 @dataclass
 class Page:
-    """One page: its Markdown, the pictures beside it by file name, and the explorers to draw, each
-    in an HTML place.
+    """One page: its Markdown, the pictures beside it by file name, and the explorers to draw.
+
+    Each explorer has a place in HTML.
     """
 
     path: str
@@ -66,8 +67,9 @@ def document(path: Path) -> Page:
 
 
 def ways_in(path: Path) -> str:
-    """Return the links under a page's title: where to open the notebook, and the lesson or exercise
-    that goes with it.
+    """Return the links under a page's title: where to open the notebook, and its counterpart.
+
+    The counterpart is the lesson or the exercise that goes with it.
     """
     other = "notebooks" if path.parent.name == "exercises" else "exercises"
     opening = addresses(f"{path.parent.name}/{path.name}")
@@ -80,8 +82,9 @@ def ways_in(path: Path) -> str:
 
 
 def prose(markdown: str, where: str) -> str:
-    """Return a text of CommonMark as the generator's Markdown: lists set apart, answers opened to
-    Markdown, links mended.
+    """Return a text of CommonMark as the generator's Markdown.
+
+    Lists are set apart, answers are opened to Markdown, and links are mended.
     """
     parts = CODE.split(markdown)
     for index in range(0, len(parts), 2):  # The others are code.
@@ -101,9 +104,7 @@ def mathml(match: re.Match) -> str:
 
 
 def target(link: str, where: str) -> str:
-    """Return where a link on the page `where` leads: to a page of the site, or else into the
-    repository.
-    """
+    """Return where a link on the page `where` leads: to a page of the site, or the repository."""
     name = link.partition("#")[0]
     if re.match(r"[a-z]+:", link) or not name:
         return link
@@ -120,8 +121,9 @@ def target(link: str, where: str) -> str:
 
 
 def with_lists_apart(markdown: str) -> str:
-    """Return an empty line before each list that CommonMark would begin in mid-paragraph; code is
-    left alone.
+    """Return an empty line before each list that CommonMark would begin in mid-paragraph.
+
+    Code is left alone.
     """
     lines = []
     fenced = False
@@ -136,8 +138,9 @@ def with_lists_apart(markdown: str) -> str:
 
 
 def code_cell(cell, page: Page, predictions: list) -> str:
-    """Return a code cell and what came out of it. The search finds the words around cells, not in
-    them.
+    """Return a code cell and what came out of it.
+
+    The search finds the words around cells, not in them.
     """
     parts = []
     if cell.source.strip():
@@ -163,8 +166,9 @@ def fence(text: str, language: str) -> str:
 
 
 def markdown_of(output, page: Page, predictions: list, language: str | None) -> str:
-    """Return one output of a cell; `language` is that of a text which is code. `predictions` are
-    the page's questions so far, of which the last one waits for its answer.
+    """Return one output of a cell; `language` is that of a text which is code.
+
+    `predictions` are the page's questions so far, of which the last one waits for its answer.
     """
     if "data" not in output:
         text = output.get("text") or "\n".join(output.get("traceback", []))
@@ -219,8 +223,9 @@ def explorer(output, page: Page) -> str:
 
 
 def prediction(text: str, number: int) -> str:
-    """Return a question with its answers to choose from; `text` has a line for each, marked "(
-    )".
+    """Return a question with its answers to choose from.
+
+    `text` has a line for each answer, marked "( )".
     """
     question, *answers = text.split("\n")
     inside = f"<legend>{html.escape(question)}</legend>"
@@ -232,9 +237,7 @@ def prediction(text: str, number: int) -> str:
 
 
 def opening_question(question: dict) -> str:
-    """Return a question about an earlier lesson; its answers and their reasons are behind a
-    click.
-    """
+    """Return a question about an earlier lesson; answers and their reasons are behind a click."""
     items = ""
     for answer, reason in question["answers"].items():
         verdict = "right" if answer == question["right"] else "no"

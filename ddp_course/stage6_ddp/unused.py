@@ -106,14 +106,13 @@ CHANGED = (
     " not compatible with static_graph set to True."
 )
 
+# These two are the course's own.
 
 RETURNED = (
     "torch.autograd.grad returns this rank's gradients, which nobody averages. Call backward(), and"
     " read parameter.grad; for gradients of this rank alone, call torch.autograd.grad within"
     " no_sync()"
 )
-
-
 OUT_OF_STEP = (
     "a rank ran another forward pass than the others, so that something else came where rank 0's"
     " order of gradients was awaited. All ranks must run the same passes of a wrapper; for an"
@@ -122,7 +121,7 @@ OUT_OF_STEP = (
 
 
 def converted(names):
-    """The error when parameters have other memory, or another dtype, than when they were wrapped.
+    """Return the error of parameters with other memory, or dtype, than when they were wrapped.
 
     Nobody hears of their gradients.
     """

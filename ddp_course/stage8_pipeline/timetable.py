@@ -1,6 +1,6 @@
 """Works out when each rank does what, and whether a schedule can work at all."""
 
-from collections import defaultdict, deque
+from collections import deque
 from typing import NamedTuple
 
 from .instructions import Backward, BackwardInput, BackwardWeight, Forward
@@ -36,7 +36,8 @@ def timetable(schedule, forward=1.0, backward=2.0, message=0.0, latency=0.0):
     rows = [[] for _ in schedule]
     free = [0.0 for _ in schedule]  # when each rank has done what it has begun
     arrivals = {None: 0.0}  # when each activation or gradient is where it is needed
-    links = defaultdict(float)  # when each way, ("out" or "in", rank), is free again
+    free_out = [0.0 for _ in schedule]  # when the way out of each rank is free again
+    free_in = [0.0 for _ in schedule]  # when the way into it is
     while any(waiting):
         # Of all instructions that could be carried out now, the one that ends first is chosen: its
         # message then holds up later ones on the same links.
@@ -62,11 +63,11 @@ def timetable(schedule, forward=1.0, backward=2.0, message=0.0, latency=0.0):
         receiver = homes[result.user]
         if receiver != rank:
             duration = message_times[result.cut]
-            departure = max(end, links["out", rank])
-            links["out", rank] = departure + duration
+            departure = max(end, free_out[rank])
+            free_out[rank] = departure + duration
             # The first byte comes after the latency, the last one a message's time later.
-            arrivals[result] = max(departure + latency, links["in", receiver]) + duration
-            links["in", receiver] = arrivals[result]
+            arrivals[result] = max(departure + latency, free_in[receiver]) + duration
+            free_in[receiver] = arrivals[result]
     return rows
 
 

@@ -237,9 +237,7 @@ def make_hook(share):
 
 # %% 14.3 told: one store for all hooks | for each name of each hook on its own?
 #- def make_hook(share):
-#-     """Return the mended hook: `hook(name, gradient)` returns what is sent, and keeps the rest by
-#-     name.
-#-     """
+#-     """Return the mended hook: `hook(name, gradient)` returns what is sent, and keeps the rest."""
 #-     kept = {}
 #+ kept = {}
 #+

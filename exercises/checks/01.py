@@ -31,9 +31,7 @@ def weights(model):
 
 
 def after_one_step(model, batches):
-    """Return the weights after a step of plain SGD on all batches at once; the model stays as it
-    is.
-    """
+    """Return the weights after a step of plain SGD on all batches; the model stays as it is."""
     ahead = copy.deepcopy(model)
     inputs = torch.cat([part for part, _ in batches])
     targets = torch.cat([part for _, part in batches])
@@ -44,6 +42,7 @@ def after_one_step(model, batches):
 
 def size_of_update(before, after, goal):
     """Return in words that an update has the right direction but not the right size; else "".
+
     There is no update of size 0: the weights themselves show that nothing has changed.
     """
     right = goal - before
@@ -78,8 +77,10 @@ class Updates:
 
 
 class RoomForOne:
-    """While it is entered, a little net has room for one micro-batch: it refuses a forward pass of more
-    samples, and `most` counts of how many passes the activations were there at the same time.
+    """While it is entered, a little net has room for one micro-batch.
+
+    It refuses a forward pass of more samples, and `most` counts of how many passes the activations
+    were there at the same time.
     """
 
     def __init__(self, model, samples):
@@ -115,8 +116,9 @@ class RoomForOne:
         self.most = max(self.most, alive)
 
     def fault(self):
-        """Return in words that there was no forward pass, or that activations of several
-        micro-batches were kept; else "".
+        """Return in words that there was no forward pass, or that activations were kept; else "".
+
+        The activations are those of several micro-batches.
         """
         if self.most == 0:
             return "there is no forward pass of the model"
@@ -136,9 +138,7 @@ class RoomForOne:
     forbidden=("ddp_course.stage1_single.train",),
 )
 class TrainStep:
-    """Forward, backward, update: the weights are plain SGD's, the losses plain numbers from before
-    each update.
-    """
+    """Forward, backward, update: weights are plain SGD's, losses numbers from before updates."""
 
     def draw(random):
         return {"seed": random.randrange(10**6), "batches": batches_of(random, 5, 8)}
@@ -170,9 +170,7 @@ class TrainStep:
     forbidden=("ddp_course.stage1_single.train",),
 )
 class Accumulate:
-    """Several micro-batches, one update: the weights and the loss of the whole batch at once, in room
-    for one micro-batch.
-    """
+    """Several micro-batches, one update: that of the whole batch, in room for one of them."""
 
     def draw(random):
         counts = random.sample(range(2, 7), 3)
@@ -203,9 +201,7 @@ class Accumulate:
 
 @task("1.3", "gradient_bytes", {"dtypes": 1, "trained only": 1})
 class GradientBytes:
-    """Bytes that all gradients of a model take: by each parameter's own dtype, trainable ones only,
-    each once.
-    """
+    """Bytes that all gradients of a model take: each in its dtype, trainable ones, each once."""
 
     def draw(random):
         return {"widths": [random.randrange(3, 40) for _ in range(3)]}

@@ -21,9 +21,7 @@ from .shared import copied_gradient, require, tensors
     forbidden=("ddp_course.stage2_dataparallel.scatter",),
 )
 class Scatter:
-    """Cut a batch into shards, as equal as can be: nothing lost or twice, in order, the longer
-    first, no empty ones.
-    """
+    """Cut a batch into shards, as equal as can be: in order, the longer first, no empty ones."""
 
     def draw(random):
         cases = []
@@ -60,9 +58,10 @@ def rows_of(shard):
 
 
 def replicas_of(seed, count, some_missing):
-    """Return `count` models of one shape, each with its own gradients. With `some_missing`, no
-    model has a gradient of the first layer's bias, and only the last model one of the last
-    layer's weight.
+    """Return `count` models of one shape, each with its own gradients.
+
+    With `some_missing`, no model has a gradient of the first layer's bias, and only the last model
+    one of the last layer's weight.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -36,16 +36,18 @@ BACK = {
 
 
 def draw_server(random, whole=True):
-    """Return tensors that differ by rank (of whole numbers, whose sums are exact, unless they
-    are divided later), and a server for each world size.
+    """Return tensors that differ by rank, and a server for each world size.
+
+    They are whole numbers, whose sums are exact, unless they are divided later.
     """
     servers = {3: random.randrange(1, 3), 4: random.randrange(4), 2: 1, 1: 0}
     return {"values": tensors(random, 4, LENGTH, whole=whole), "servers": servers}
 
 
 def probe_server(function, values, servers):
-    """Yield every rank's tensor after `function(tensor, server, group)` in worlds of 3, 4, 2 and
-    1, and the bytes it sent.
+    """Yield every rank's tensor after `function(tensor, server, group)`, and the bytes it sent.
+
+    The worlds have 3, 4, 2 and 1 ranks.
     """
     for size, group in worlds(3, 4, 2, 1):
         server = servers[size]
@@ -67,9 +69,7 @@ def probe_server(function, values, servers):
 
 @task("3.1", "collect", {"values": 1, "bytes": 1}, **LOOP)
 class Collect:
-    """The first loop: the server has the sum; each other rank keeps its tensor, and sends it
-    once.
-    """
+    """The first loop: the server has the sum; each other rank keeps its tensor, and sends once."""
 
     draw = draw_server
     probe = probe_server
@@ -103,9 +103,7 @@ class Average:
     ),
 )
 class RanksThatPay:
-    """The least of c/K + 2 (K-1) p/b: neither one rank nor all of them, but for very slow and very
-    fast links.
-    """
+    """The least of c/K + 2 (K-1) p/b: neither one rank nor all, but on very slow or fast links."""
 
     def draw(random):
         # Computing/K + sending K is least at K = `best`. Of whole numbers 2 is best for 2.2, and 3

@@ -1,8 +1,8 @@
-"""Exercise 7: optimizer state split over the ranks, the memory that it saves, prefetch in little
-room, parameters that come and go, the norm of what no rank has, the smallest batch, and torch's
-own sharding over the two halves of a ring.
+"""Exercise 7: optimizer state split over the ranks, and all that sharding asks for.
 
-A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
+The tasks are the memory that it saves, prefetch in little room, parameters that come and go, the
+norm of what no rank has, the smallest batch, and torch's own sharding over the two halves of a
+ring. A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
 """
 
 import time
@@ -64,8 +64,9 @@ class AssignOwners:
 
 
 def fault_of_balance(sizes, world_size, owners):
-    """Return in words which parameter went to a rank that did not hold least, and what ranks
-    held then; "" if none did.
+    """Return in words which parameter went to a rank that did not hold least; "" if none did.
+
+    The words also say what ranks held then.
     """
     held = [0] * world_size
     for place, (size, owner) in enumerate(zip(sizes, owners, strict=True)):
@@ -138,8 +139,9 @@ class ShardedStep:
 
 
 class MomentumStep:
-    """SGD with momentum 0.9 for the chunk that it is called with; chunks differ by their memory,
-    and each has a velocity of its own.
+    """SGD with momentum 0.9 for the chunk that it is called with.
+
+    Chunks differ by their memory, and each has a velocity of its own.
     """
 
     def __init__(self):
@@ -166,9 +168,7 @@ NOTHING_LEFT = (
 
 @task("7.3", "fewest_ranks", {"enough": 1, "never enough": 1})
 class FewestRanks:
-    """16 bytes per parameter, of which 16, 4, 2 or 0 stay whole, by the level: what is left of the
-    memory is for shards.
-    """
+    """16 bytes per parameter, of which 16, 4, 2 or 0 stay whole; shards get the other memory."""
 
     def draw(random):
         for level, whole in enumerate((16, 4, 2, 0)):
@@ -243,8 +243,10 @@ def play(order, blocks, fit):
 
 
 def can_start(step, room, whole, done):
-    """Return whether a step can start: a gather needs room for its block, a reduce the block's
-    gradient, and a forward or backward pass the whole block.
+    """Return whether a step can start.
+
+    A gather needs room for its block, a reduce the block's gradient, and a forward or backward pass
+    the whole block.
     """
     kind, block = step
     if kind == "gather":
@@ -274,9 +276,7 @@ def step_in_words(step):
 
 @task("7.4", "network_order", {"valid": 1, "memory": 1, "prefetch": 1, "the best": 1})
 class NetworkOrder:
-    """Gathers and reduces in little room: at best the network never rests from the first backward
-    pass on.
-    """
+    """Gathers and reduces in little room: at best the network never rests after forward."""
 
     def draw(random):
         of_chance = (random.randrange(6, 10), random.randrange(2, 6))
@@ -355,8 +355,10 @@ def a_moment_later(function, *arguments):
 
 
 class CountingThread:
-    """The one thread that sends messages, how often it was asked to, and for which of its futures
-    a caller has waited.
+    """The one thread that sends messages, and how it was used.
+
+    It counts how often it was asked to send, and knows for which of its futures a caller has
+    waited.
     """
 
     def __init__(self):
@@ -553,9 +555,7 @@ def gradients_of(model):
 
 
 def kept_gradients(model):
-    """Return how many whole gradients still take memory, as themselves or behind a chunk of
-    them.
-    """
+    """Return how many whole gradients still take memory, by themselves or behind a chunk."""
     count = 0
     for layer in model.layers:
         if layer.parameter.grad is not None:
@@ -567,9 +567,7 @@ def kept_gradients(model):
 
 
 def kept_attributes(model):
-    """Return in words that an answer keeps tensors longer than a rank's own chunk in a layer;
-    else "".
-    """
+    """Return in words that an answer keeps tensors longer than a rank's own chunk; else ""."""
     for layer in model.layers:
         for name, value in vars(layer).items():
             if name in PARTS_OF_LAYER:

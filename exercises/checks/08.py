@@ -44,8 +44,9 @@ COURSES_OWN = tuple(
 
 
 def steps_of(steps, about, *kinds):
-    """Return a learner's schedule as a list of pairs: of which of the `kinds` a step is, and a
-    number. Raises Wrong for anything else.
+    """Return a learner's schedule as a list of pairs: which of the `kinds`, and a number.
+
+    Raises Wrong for anything else.
     """
     require(
         isinstance(steps, list | tuple),
@@ -63,8 +64,9 @@ def steps_of(steps, about, *kinds):
 
 
 def completeness(steps, about):
-    """Yield evidence of which micro-batches go forward and backward, in which order, and which
-    go backward first.
+    """Yield evidence of which micro-batches go forward and backward, in which order.
+
+    It also says which of them go backward first.
     """
     forward = [m for kind, m in steps if kind == "F"]
     backward = [m for kind, m in steps if kind == "B"]
@@ -83,9 +85,7 @@ def completeness(steps, about):
 
 
 def fault_of_order(passes, direction):
-    """Return in words that all micro-batches go in one direction, but not the oldest first; else
-    "".
-    """
+    """Return in words that micro-batches go in one direction, but not the oldest first; else ""."""
     if sorted(passes) != list(range(len(passes))):
         return ""
     for newer, older in pairwise(passes):
@@ -95,8 +95,9 @@ def fault_of_order(passes, direction):
 
 
 def fault_of_warm_up(kinds, stage, stages, micro_batches):
-    """Return in words that a stage goes forward too often or too rarely before it first goes
-    backward; else "".
+    """Return in words that a stage goes forward too often or too rarely at first; else "".
+
+    At first means before it first goes backward.
     """
     warm_up, *_ = kinds.partition("B")
     right = min(stages - stage, micro_batches)
@@ -110,8 +111,9 @@ def fault_of_warm_up(kinds, stage, stages, micro_batches):
 
 
 def draw_stages(random):
-    """Return (stage, stages, micro-batches) for every stage of some pipelines, one of eight
-    stages among them.
+    """Return (stage, stages, micro-batches) for every stage of some pipelines.
+
+    One of them has eight stages.
     """
     shapes = [
         (4, 8),
@@ -172,8 +174,9 @@ def in_short(steps):
 
 @task("8.3", "bubble", {"equal stages": 1, "a slow stage": 1}, forbidden=COURSES_OWN)
 class Bubble:
-    """One minus M sum(t) over S (sum(t) + (M-1) max(t)), the time from first to last; of equal
-    stages (S-1)/(M+S-1).
+    """One minus M sum(t) over S (sum(t) + (M-1) max(t)), the time from first to last.
+
+    With equal stages it is (S-1)/(M+S-1).
     """
 
     def draw(random):
@@ -191,8 +194,9 @@ class Bubble:
 
 
 def letters(schedule, stages, micro_batches):
-    """Return a schedule of the course's own as the exercise writes it: for each stage pairs such
-    as ("F", 0).
+    """Return a schedule of the course's own as the exercise writes it.
+
+    It has for each stage pairs such as ("F", 0).
     """
     orders = []
     for order in schedule(stages, micro_batches):
@@ -237,8 +241,9 @@ def any_order(random, micro_batches):
 
 
 def ticks(orders):
-    """Return how long the stages take for their orders, each step as early as it can be;
-    infinity if they wait for ever.
+    """Return how long the stages take for their orders, each step as early as it can be.
+
+    It is infinity if they wait for ever.
     """
     instructions = {"F": Forward, "B": BackwardInput, "W": BackwardWeight}
     schedule = []
@@ -257,9 +262,7 @@ WAIT = (
 
 
 def where_they_wait(orders):
-    """Return in words why stages wait for ever that do F, B and W of all micro-batches; "" if
-    none does.
-    """
+    """Return in words why stages wait for ever that do F, B and W of all micro-batches; else ""."""
     for stage, order in enumerate(orders):
         for m in range(len(order) // 3):
             kinds = "".join(kind for kind, number in order if number == m)
@@ -296,9 +299,7 @@ def peak(order):
     forbidden=COURSES_OWN,
 )
 class Schedule:
-    """Forward, backward, and weights whenever there is time: a schedule with a score, 3 M + S - 1
-    ticks at best.
-    """
+    """Forward, backward, and weights whenever there is time: 3 M + S - 1 ticks at best."""
 
     def draw(random):
         return {"cases": [(2, 4), (4, 8), (3, random.randrange(3, 12)), (4, 4), (8, 16)]}
@@ -353,9 +354,7 @@ def ticks_of_1f1b(stages, count):
 
 
 def one_at_a_time(ranks, micro_batches):
-    """Return a schedule in which each micro-batch goes forward and backward before the next one
-    begins.
-    """
+    """Return a schedule in which each micro-batch ends before the next one begins."""
     schedule = []
     for rank in range(ranks):
         row = []
@@ -369,8 +368,9 @@ SCHEDULES = {"GPipe": gpipe, "1F1B": one_forward_one_backward, "one at a time": 
 
 
 def timeline_of(random, name, stages, count, slow):
-    """Return the spans (stage, letter, micro-batch, start, end) of a schedule in which stage `slow`
-    takes longer for everything, shuffled.
+    """Return the spans of a schedule, shuffled, in which stage `slow` takes longer for everything.
+
+    A span is (stage, letter, micro-batch, start, end).
     """
     forward = []
     for stage in range(stages):

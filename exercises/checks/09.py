@@ -1,7 +1,8 @@
-"""Exercise 9: slices of a gated MLP, the functions around split layers, the mesh, a plan for a
-machine, a split sequence, a split vocabulary.
+"""Exercise 9: slices of a gated MLP, and all that tensor parallelism asks for.
 
-A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
+The tasks are the functions around split layers, the mesh, a plan for a machine, a split sequence,
+and a split vocabulary. A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task`
+says.
 """
 
 import math
@@ -68,9 +69,7 @@ class MySlices:
 
 
 def fault_of_slices(rank, fused, back, gate_and_up, down):
-    """Return in words that a rank's rows and columns do not belong to the same units; "" if they
-    do.
-    """
+    """Return in words that a rank's rows and columns do not belong to the same units; else ""."""
     if len(fused) != 2 * back.shape[1]:
         return (
             f"rank {rank} has {len(fused)} rows for {back.shape[1]} columns of down; each column"
@@ -107,9 +106,7 @@ def places_in(rows, whole):
 
 @task("9.2", ("Enter", "Leave"), {"Enter": 1, "Leave": 1})
 class EnterAndLeave:
-    """Enter does nothing forward and sums backward; Leave sums forward and does nothing
-    backward.
-    """
+    """Enter does nothing forward and sums backward; Leave does the opposite."""
 
     def draw(random):
         generator = torch.Generator().manual_seed(random.randrange(2**31))
@@ -130,8 +127,9 @@ class EnterAndLeave:
 
 
 def one_function(name, function, x, gradient):
-    """Yield evidence of what one of the two functions does with `x`, and with a gradient that
-    comes back. Its all-reduce acts as if there were three ranks with the same numbers.
+    """Yield evidence of what one of the two functions does with `x`, and with a gradient.
+
+    Its all-reduce acts as if there were three ranks with the same numbers.
     """
     calls = 0
 
@@ -193,9 +191,7 @@ class MakeMesh:
 
 
 def groups_of_rank(make_mesh, rank, sizes, about):
-    """Return what `make_mesh` returns on a rank, and all groups that it makes there, in their
-    order.
-    """
+    """Return what `make_mesh` returns on a rank, and all groups that it makes, in their order."""
     made = []
 
     def new_group(ranks):
@@ -233,9 +229,7 @@ def ranks_of(groups, axis, case):
 
 
 def unequal_calls(calls_by_rank):
-    """Return in words the first call of new_group that another rank than rank 0 makes
-    differently.
-    """
+    """Return in words the first call of new_group that a rank makes differently from rank 0."""
     rule = "every rank makes every group, also those that it is not in, in the same order"
     for rank, calls in enumerate(calls_by_rank):
         for number, (first, other) in enumerate(zip(calls_by_rank[0], calls, strict=False)):
@@ -247,9 +241,7 @@ def unequal_calls(calls_by_rank):
 
 
 def twins(groups_by_rank):
-    """Return in words two ranks whose groups have the same members and come from different
-    calls.
-    """
+    """Return in words two ranks whose groups have the same members but other calls; else ""."""
     first_of = {}  # {(axis, its ranks): (the first rank with such a group, the call that made it)}
     for rank, groups in enumerate(groups_by_rank):
         for axis, group in groups.items():
@@ -358,9 +350,7 @@ class Plan:
 
 
 def seconds_of_step(job, data, tensor, pipeline):
-    """Return the table of 9.4: computing with its bubble, the sums of split layers, and of
-    gradients.
-    """
+    """Return the table of 9.4: computing with its bubble, sums of layers, and of gradients."""
     seconds = job["compute"] / job["gpus"] * (1 + (pipeline - 1) / job["microbatches"])
     link = job["fast"] if tensor <= job["per_host"] else job["slow"]
     seconds += 2 * (tensor - 1) / tensor * job["summed"] / (data * pipeline) / link
@@ -370,8 +360,9 @@ def seconds_of_step(job, data, tensor, pipeline):
 
 
 class CountedCollectives:
-    """An allgather and a reduce-scatter along the first dimension, which count their calls. Both
-    are made of an all-reduce.
+    """An allgather and a reduce-scatter along the first dimension, which count their calls.
+
+    Both are made of an all-reduce.
     """
 
     def __init__(self, group, size):
@@ -544,8 +535,9 @@ def overflow(tensor):
 
 
 def too_many(numbers):
-    """Return in words that too many numbers were summed or compared; "" if not. Two more than
-    three per token are allowed, for what all tokens share.
+    """Return in words that too many numbers were summed or compared; "" if not.
+
+    Two more than three per token are allowed, for what all tokens share.
     """
     if numbers <= 3 * TOKENS + 2:
         return ""

@@ -1,7 +1,8 @@
-"""Exercise 10: a sampler with epochs, a learning-rate schedule, a mean over uneven shards, the
-largest rate, a loss that weighs tokens alike, and a figure in words.
+"""Exercise 10: a sampler with epochs, and all that a fixed batch asks for.
 
-A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
+The tasks are a learning-rate schedule, a mean over uneven shards, the largest rate, a loss that
+weighs tokens alike, and a figure in words. A task's `draw`, `probe` and `read` are what
+`ddp_exercises.tasks.Task` says.
 """
 
 import math
@@ -54,8 +55,9 @@ def refuse_sampler(*_, **__):
     forbidden=("ddp_course.problems.shard",),
 )
 class EpochIndices:
-    """A rank's share of one epoch: the order of seed + epoch, positions r, r+K, …, padded from its
-    beginning.
+    """A rank's share of one epoch: the order of seed + epoch, positions r, r+K, …, padded.
+
+    What is padded comes from its beginning.
     """
 
     def draw(random):
@@ -86,9 +88,7 @@ class EpochIndices:
 
 @task("10.2", "learning_rate", {"warm-up": 1, "cosine": 1})
 class LearningRate:
-    """Linear to the peak, from the first step on; then half a cosine to zero, and zero from then
-    on.
-    """
+    """Linear to the peak from the first step on; then half a cosine to zero, and then zero."""
 
     def draw(random):
         warmup = random.randrange(5, 20)
@@ -119,9 +119,7 @@ class LearningRate:
     forbidden=COLLECTIVES,
 )
 class GlobalMean:
-    """The mean over all samples, from means over uneven shards; a rank without samples has the mean
-    0/0.
-    """
+    """The mean over all samples, from means over uneven shards; without samples a mean is 0/0."""
 
     def draw(random):
         counts = [random.randrange(20, 40), random.randrange(1, 9), random.randrange(9, 20), 0]
@@ -153,8 +151,9 @@ class GlobalMean:
 
 @task("10.4", ("the_bug", "rest_of_epoch"), {"the line": 1, "mended": 1}, secret=("the line",))
 class FindTheBugInTheSampler:
-    """An epoch goes on where it stopped, on any number of ranks: line 4 goes back to a multiple of
-    the new number.
+    """An epoch goes on where it stopped, on any number of ranks, but for a fault in line 4.
+
+    It goes back to a multiple of the new number.
     """
 
     def draw(random):
@@ -183,8 +182,9 @@ class FindTheBugInTheSampler:
 
 @task("10.5", "largest_rate", {"learns with half": 1, "not with twice": 1}, seconds=30.0)
 class LargestRate:
-    """Tried by two trainings: with half of the rate the last ten losses are below 1, with twice as
-    much they are not.
+    """Tried by two trainings: half of the rate learns, and twice as much does not.
+
+    With half of it the last ten losses are below 1.
     """
 
     def draw(random):

@@ -1,7 +1,7 @@
-"""Exercise 11: checkpoints that survive, a resume that is exact, who was to blame, other ranks,
-and a figure in words.
+"""Exercise 11: checkpoints that survive, an exact resume, who was to blame, and other ranks.
 
-A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
+The last task is a figure in words. A task's `draw`, `probe` and `read` are what
+`ddp_exercises.tasks.Task` says.
 """
 
 import copy
@@ -51,9 +51,7 @@ def content(path):
 
 
 def loaded(content):
-    """Return what `torch.load` makes of the bytes of a file, or the name of the error that it
-    raises.
-    """
+    """Return what `torch.load` makes of the bytes of a file, or the name of its error."""
     if content is None:
         return "there is no such file"
     try:
@@ -64,8 +62,9 @@ def loaded(content):
 
 @contextmanager
 def watching(path, namespace):
-    """Note syncs, and each rename to `path`: what both files hold then, and whether they are in the
-    same folder. The function that is watched has its globals in `namespace`.
+    """Note syncs, and each rename to `path`: what both files hold then, and where they are.
+
+    They must be in the same folder. The function that is watched has its globals in `namespace`.
     """
     events = []
     watched = [str(path)]
@@ -100,9 +99,7 @@ def watching(path, namespace):
     ),
 )
 class SaveCheckpoint:
-    """The old checkpoint or the new one, at any moment: written beside, synced, then put in
-    place.
-    """
+    """The old checkpoint or the new one, at any moment: written beside, synced, then renamed."""
 
     def draw(random):
         first = {"step": 1, "weights": tensors(random, 1, 30)[0]}
@@ -225,9 +222,7 @@ class ExactResume:
 
 
 def fault_of_writing(state):
-    """Return in words that `torch.load` does not read what is captured, once it is saved; "" if
-    it does.
-    """
+    """Return in words that `torch.load` does not read what is captured and saved; "" if it does."""
     file = io.BytesIO()
     try:
         torch.save(state, file)
@@ -242,8 +237,9 @@ def fault_of_writing(state):
 
 
 def evidence_of_run(run, part_of_start, part_of_end, state, trained, batches):
-    """Yield evidence of a run that was resumed: the state in which it begins, its losses, and
-    what its weights are when it is `trained`.
+    """Yield evidence of a run that was resumed: the state in which it begins, and its losses.
+
+    When it is `trained`, its weights are evidence too.
     """
     step, *states = state
     _, optimizer, _ = states
@@ -265,9 +261,10 @@ def snapshot(model, optimizer):
 
 
 def continued(states, batches):
-    """Return the losses of a run that begins with the states of a snapshot; its weights and its
-    buffers at the start. The states serve once: the optimizer goes on with their tensors
-    themselves.
+    """Return the losses of a run that begins with the states of a snapshot, and how it begins.
+
+    It begins with its weights and its buffers. The states serve once: the optimizer goes on with
+    their tensors themselves.
     """
     of_model, of_optimizer, of_chance = states
     with torch.random.fork_rng(devices=[]):
@@ -368,8 +365,9 @@ def small_net(seed):
     bound=1e-9,
 )
 class FindTheBugInTheRun:
-    """A run in two or three parts is the same as one in one: line 10 begins the rate's schedule
-    anew.
+    """A run in two or three parts is the same as one in one, but for a fault in line 10.
+
+    It begins the rate's schedule anew.
     """
 
     def draw(random):
@@ -478,9 +476,7 @@ def fault_of_rank(rank, culprit):
 
 
 def fault_of_line(line, number, pieces):
-    """Return in words that a line of a patient has none of the `pieces` at fault; "" if it has
-    one.
-    """
+    """Return in words that a line of a patient has none of the `pieces` at fault; else ""."""
     lines = (CLINIC / f"patient_{number:02}.py").read_text(encoding="utf-8").splitlines()
     text = "no line"
     if type(line) is int and 0 < line <= len(lines):
@@ -573,9 +569,7 @@ class Reshard:
 
 
 def is_old_part(chunk, whole, before):
-    """Return whether a tensor is one of the parts into which `before` ranks had cut the whole
-    one.
-    """
+    """Return whether a tensor is one of the parts into which `before` ranks had cut the whole."""
     return any(same(chunk, part) for part in whole.tensor_split(before))
 
 

@@ -1,7 +1,7 @@
-"""Exercise 12: two levels, a prediction for more ranks, and why two nodes were no faster,
-and a figure in words.
+"""Exercise 12: two levels, a prediction for more ranks, and why two nodes were no faster.
 
-A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
+The last task is a figure in words. A task's `draw`, `probe` and `read` are what
+`ddp_exercises.tasks.Task` says.
 """
 
 from itertools import product
@@ -86,9 +86,10 @@ class TwoLevels:
 
 
 def two_measured(latency, bandwidth):
-    """Return the seconds of two ranks for an empty message and for a mebibyte. Inputs have
-    these, not the latency and the bandwidth: whoever looks into `measure` finds no more than it
-    tells.
+    """Return the seconds of two ranks for an empty message and for a mebibyte.
+
+    Inputs have these, not the latency and the bandwidth: whoever looks into `measure` finds no more
+    than it tells.
     """
     return 2 * latency, 2 * latency + 2**20 / bandwidth
 
@@ -106,9 +107,7 @@ def ring_seconds(size, nbytes, empty, mebibyte):
     forbidden=("ddp_course.lab.measuring.theory.ring", "ddp_course.lab.measuring.theory.seconds"),
 )
 class Foresee:
-    """From measurements on 2 to 4 ranks to any number, and which of the two terms is the larger
-    one.
-    """
+    """From measurements on 2 to 4 ranks to any number, and which of the two terms is larger."""
 
     def draw(random):
         cases = []
@@ -150,8 +149,9 @@ class Foresee:
 
 
 def cluster(empty, mebibyte):
-    """Return `measure` on a cluster of which this was measured, and a list that gets the number
-    of ranks of each measurement.
+    """Return `measure` on a cluster of which this was measured, and a list of what it is asked.
+
+    The list gets the number of ranks of each measurement.
     """
     sizes_measured = []
 
@@ -165,6 +165,7 @@ def cluster(empty, mebibyte):
 
 def log_of(random, cause, ranks, scale):
     """Return the lines of a log: one node first, then two, which are no faster for this `cause`.
+
     Steps of a small model (`scale` 0.1) take a tenth of the time, those of a large one (10) ten
     times as long.
     """
@@ -194,8 +195,10 @@ def log_of(random, cause, ranks, scale):
 
 
 def lines_of_ranks(random, nodes, ranks, world_size, batch, compute, data, wait, scale, slow=0.0):
-    """Return a line of each rank in a step of these seconds; one rank is `slow` by so many, and
-    the others wait for it. Numbers differ a little from rank to rank, as in real logs.
+    """Return a line of each rank in a step of these seconds.
+
+    One rank is `slow` by so many, and the others wait for it. Numbers differ a little from rank to
+    rank, as in real logs.
     """
     straggler = random.randrange(ranks * nodes)
     lines = []

@@ -1,7 +1,8 @@
-"""Exercise 13: a table that is too good, units and protocols, plans for 1,536 GPUs, rows held
-out, a layer, how far each way reaches, and a figure in words.
+"""Exercise 13: a table that is too good, and all that predictions ask for.
 
-A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
+The tasks are units and protocols, plans for 1,536 GPUs, rows held out, a layer, how far each way
+reaches, and a figure in words. A task's `draw`, `probe` and `read` are what
+`ddp_exercises.tasks.Task` says.
 """
 
 from ddp_exercises.diagnosis import kind_of
@@ -74,9 +75,7 @@ class TooGood:
 
 @task("13.2", ("seconds", "crossover", "used"), {"seconds": 1, "crossover": 1, "used": 1})
 class ReadABenchmark:
-    """From bus bandwidth to time; where two protocols cross; a protocol that is never the
-    fastest.
-    """
+    """From bus bandwidth to time; where two protocols cross; one that is never the fastest."""
 
     def draw(random):
         benches = []
@@ -203,9 +202,7 @@ class HeldOut:
 
 @task("13.5", ("passes", "fsdp_layer"), {"passes": 1, "layer": 2})
 class LayerUnderFsdp:
-    """What a layer computes, and what of its sending shows: bound by computing, by sending, by
-    either.
-    """
+    """What a layer computes, and what of its sending shows: bound by either, or by both."""
 
     def draw(random):
         layers = []
@@ -257,8 +254,9 @@ class LayerUnderFsdp:
 
 
 def job_with_limits(random, replicas, tensor, per_host, weight_bytes, gradient_bytes):
-    """Return a job whose limits lie half way between whole numbers: `replicas` + 0.5 and
-    `tensor` + 0.5.
+    """Return a job whose limits are `replicas` + 0.5 and `tensor` + 0.5.
+
+    So they lie half way between whole numbers.
     """
     tokens = random.randrange(2**18, 2**23)
     rate = random.randrange(100, 1200) * 10**12

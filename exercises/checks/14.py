@@ -1,10 +1,10 @@
-"""Exercise 14: send the largest, meet less often, find the hook that loses gradients, bet on a
-winner, send eight bits, and explain a figure in words.
+"""Exercise 14: send the largest, meet less often, find a lossy hook, bet on a winner, send a byte.
 
 A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
 """
 
 from itertools import count
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,7 @@ from .shared import (
 
 @task("14.1", "compress", {"largest": 1, "feedback": 2}, bound=1e-5)
 class Compress:
-    """The largest values by magnitude and their places; what is not sent is added to the next
-    gradient.
-    """
+    """The largest values by magnitude, with their places; the rest is added to the next gradient."""
 
     def draw(random):
         cases = []
@@ -83,9 +81,7 @@ def overwritten(gradient, gradient_before, left, left_before):
     forbidden=COLLECTIVES,
 )
 class Meet:
-    """Local SGD's meeting, with DiLoCo's outer step: the mean change is a gradient, and the
-    velocity comes back too.
-    """
+    """Local SGD's meeting, with DiLoCo's outer step, to which the mean change is a gradient."""
 
     def draw(random):
         settings = [(1.0, 0.0), (0.7, 0.0), (0.5, 0.9)]  # (rate, momentum): the first is local SGD.
@@ -113,9 +109,7 @@ class Meet:
 
 @task("14.3", ("the_bug", "make_hook"), {"the line": 1, "mended": 1}, secret=("the line",))
 class FindTheLossyHook:
-    """A hook that never sends what is large and negative: line 6 picks the largest, but not by
-    magnitude.
-    """
+    """A hook that never sends what is large and negative: line 6 does not go by magnitude."""
 
     def draw(random):
         drifts = [tensors(random, 1, 24)[0] for _ in range(2)]
@@ -148,8 +142,9 @@ NO_FEEDBACK = (
 
 
 def broken_promise(steps, gradients):
-    """Return in words what is wrong with the first wrong step of a hook; "" if nothing is. Of
-    what is owed, this gradient and the rest of those before, a step sends the quarter of the
+    """Return in words what is wrong with the first wrong step of a hook; "" if nothing is.
+
+    Of what is owed, this gradient and the rest of those before, a step sends the quarter of the
     largest magnitudes, as they are.
     """
     owed = torch.zeros_like(gradients[0])
@@ -173,9 +168,7 @@ def broken_promise(steps, gradients):
 
 
 def wrong_values(sent, owed, gradient):
-    """Return in words what is wrong with the values that a hook sends; "" if they are what is
-    owed.
-    """
+    """Return in words what is wrong with the values that a hook sends; "" if they are owed."""
     near = {"atol": 1e-3, "rtol": 1e-3}
     if torch.allclose(sent, owed, **near):
         return ""
@@ -206,6 +199,19 @@ def wrong_places(owed, places, gradient):
     return "larger magnitudes are owed elsewhere"
 
 
+class Way(NamedTuple):
+    """How a way of 14.4 trains: its loss falls at a rate, and a step sends so many bytes."""
+
+    rate: float
+    steps: int
+    nbytes: float
+
+
+WAYS = {
+    "every step": Way(rate=0.09, steps=40, nbytes=4e6),
+    "local SGD": Way(rate=0.07, steps=60, nbytes=5e5),
+    "top 1 %": Way(rate=0.05, steps=60, nbytes=8e4),
+}
 TARGET = 2.6  # The loss of 14.4.
 
 
@@ -215,20 +221,12 @@ class Winner:
 
     def draw(random):
         ways = {}
-        for name, rate, steps, nbytes in (
-            ("every step", 0.09, 40, 4e6),
-            ("local SGD", 0.07, 60, 5e5),
-            ("top 1 %", 0.05, 60, 8e4),
-        ):
-            rate *= random.uniform(0.95, 1.05)
-            losses = []
-            for step in range(1, steps + 1):
-                ripple = 0.01 * (step % 3)  # A loss does not fall in every step.
-                losses.append(2 + 3 * 2.718 ** (-rate * step) + ripple)
+        for name, way in WAYS.items():
+            losses = falling_losses(way.rate * random.uniform(0.95, 1.05), way.steps)
             if name == "top 1 %":
                 # This way's loss never falls below the target.
                 losses = [max(loss, TARGET) for loss in losses]
-            ways[name] = {"losses": losses, "bytes": int(nbytes * random.uniform(0.9, 1.1))}
+            ways[name] = {"losses": losses, "bytes": int(way.nbytes * random.uniform(0.9, 1.1))}
         # This way never comes to the target.
         losses = [5 - 0.02 * step for step in range(1, 61)]
         ways["far too coarse"] = {"losses": losses, "bytes": 1000}
@@ -255,6 +253,15 @@ class Winner:
             yield "break-even", case, rounded
 
 
+def falling_losses(rate, steps):
+    """Return the losses of so many steps, which fall from 5 towards 2, though not in every step."""
+    losses = []
+    for step in range(1, steps + 1):
+        ripple = 0.01 * (step % 3)
+        losses.append(2 + 3 * 2.718 ** (-rate * step) + ripple)
+    return losses
+
+
 @task("14.5", "int8_mean", {"first step": 2, "feedback": 1, "bytes": 1}, bound=1e-5)
 class Int8Mean:
     """Whole numbers of one byte and a scale per rank; what rounding loses is sent later."""
@@ -270,21 +277,22 @@ class Int8Mean:
         left = [torch.zeros(30) for _ in range(3)]
         for number, gradients in enumerate(rounds, start=1):
             about = f"step {number}"
-            means, left, sent, changed = on_ranks(int8_mean, gradients, left, about)
+            step = on_ranks(int8_mean, gradients, left, about)
+            left = step.left
             part = "first step" if number == 1 else "feedback"
             for rank in range(3):
-                yield part, f"{about}, the mean on rank {rank}", means[rank]
-                yield "feedback", f"{about}, what is left on rank {rank}", left[rank]
-            yield "feedback", f"{about}, gradient and left afterwards", changed
-            yield "bytes", f"{about}, bytes of what rank 0 gathers", sent
+                yield part, f"{about}, the mean on rank {rank}", step.means[rank]
+                yield "feedback", f"{about}, what is left on rank {rank}", step.left[rank]
+            yield "feedback", f"{about}, gradient and left afterwards", step.changed
+            yield "bytes", f"{about}, bytes of what rank 0 gathers", step.nbytes
         two = rounds[0][:2]
-        means, *_ = on_ranks(int8_mean, two, [torch.zeros(30)] * 2, "two ranks")
-        yield "first step", "two ranks, the mean on rank 0", means[0]
+        step = on_ranks(int8_mean, two, [torch.zeros(30)] * 2, "two ranks")
+        yield "first step", "two ranks, the mean on rank 0", step.means[0]
         with Conversions() as conversions:
-            means, left, *_ = on_ranks(int8_mean, zeros, zeros, "all zeros")
+            step = on_ranks(int8_mean, zeros, zeros, "all zeros")
         yield "first step", "all zeros, what is rounded", conversions.fault
-        yield "first step", "all zeros, the mean on rank 0", means[0]
-        yield "feedback", "all zeros, what is left on rank 0", left[0]
+        yield "first step", "all zeros, the mean on rank 0", step.means[0]
+        yield "feedback", "all zeros, what is left on rank 0", step.left[0]
 
 
 class Conversions(TorchDispatchMode):
@@ -304,9 +312,21 @@ class Conversions(TorchDispatchMode):
         return result
 
 
+class Played(NamedTuple):
+    """What an answer did on all ranks.
+
+    `means` and `left` have what each rank returned, `nbytes` is what rank 0 gave to `gather`, and
+    `changed` says in words whether an answer has changed what it was given.
+    """
+
+    means: list[Any]
+    left: list[Any]
+    nbytes: int
+    changed: str
+
+
 def on_ranks(int8_mean, gradients, left, about):
-    """Play a rank for each of the `gradients`: the means, what is left, the bytes that rank 0 gives
-    to `gather`, and in words whether an answer has changed what it was given.
+    """Play a rank for each of the `gradients`; return what was Played.
 
     A rank's call is repeated until `gather` can give it what the others have at the same place.
     """
@@ -332,12 +352,14 @@ def on_ranks(int8_mean, gradients, left, about):
     require(None not in answers, f"{about}: ranks do not call gather equally often")
     nbytes = sum(tensor.nbytes for tensor in gathered[0])
     means = [mean for mean, _ in answers]
-    return means, [rest for _, rest in answers], nbytes, changed
+    rests = [rest for _, rest in answers]
+    return Played(means, rests, nbytes, changed)
 
 
 def gather_of_rank(rank, gathered, about):
-    """Return the `gather` of one call of a rank's answer; it raises Later where another rank has
-    not `gathered` as often.
+    """Return the `gather` of one call of a rank's answer.
+
+    It raises Later where another rank has not `gathered` as often.
     """
     calls = count()
 

@@ -1,7 +1,7 @@
-"""Exercise 15: what the capstone's runs wrote, and which of them explain the gap between prediction
-and measurement.
+"""Exercise 15: what the capstone's runs wrote, and which of them explain the gap.
 
-A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
+It is the gap between prediction and measurement. A task's `draw`, `probe` and `read` are what
+`ddp_exercises.tasks.Task` says.
 """
 
 import hashlib
@@ -72,8 +72,9 @@ def unlike_a_run(run):
 
 @task("15.1", "what_the_runs_wrote", {"evidence": 1, "the same training": 1, "after a kill": 1})
 class WhatTheRunsWrote:
-    """DDP, fully_shard and a run that was killed, as the script wrote them: the same model, steps,
-    ranks and last loss; one of them resumed.
+    """DDP, fully_shard and a run that was killed, as the script wrote them.
+
+    They have the same model, steps, ranks and last loss, and one of them was resumed.
     """
 
     draw = nothing
@@ -101,8 +102,9 @@ class WhatTheRunsWrote:
 
 @task("15.2", ("three_runs", "explained"), {"evidence": 1, "predicted": 1, "explained": 2})
 class Explained:
-    """The prediction in seconds, and the two of three signed runs whose difference is the largest
-    part of the gap.
+    """The prediction in seconds, and two of three signed runs: the largest part of the gap.
+
+    It is the difference of these two runs.
     """
 
     draw = nothing

@@ -46,8 +46,9 @@ def worlds(*sizes: int) -> Iterator[tuple[int, Any]]:
 
 
 def noted_ring(group: Any) -> tuple[Callable, list]:
-    """Return the ring all-reduce in a group, and a list that gets (dtype, number of elements) of
-    each tensor that it is called with.
+    """Return the ring all-reduce in a group, and a list of what it is called with.
+
+    The list gets (dtype, number of elements) of each tensor.
     """
     calls: list = []
 
@@ -71,11 +72,11 @@ NO_TENSOR = {
 
 
 def unequal_lengths(events: list, group: Any) -> str:
-    """Return in words a message that was received into a tensor of another length, of the `events`
-    that each rank of a group has observed; "" if there is none. gloo lets a longer tensor pass.
+    """Return in words a message that was received into a tensor of another length; else "".
 
-    All ranks of the group call it, and get the same words. Messages that one side did not wait for
-    are not compared.
+    `events` are what each rank of a group has observed. gloo lets a longer tensor pass. All ranks
+    of the group call it, and get the same words. Messages that one side did not wait for are not
+    compared.
     """
     rank = dist.get_rank(group)
     size = dist.get_world_size(group)
@@ -114,8 +115,9 @@ def in_words(causes: dict[str, str]) -> Iterator[None]:
 
 
 def as_sum(tensor: torch.Tensor, of_ranks: list) -> str | None:
-    """Return in words which sum of the tensors that the ranks began with (`of_ranks`) a tensor
-    is, such as "rank 0's + 1/3 of rank 2's". None if it is no simple sum of these: then its
+    """Return in words which sum of the tensors that the ranks began with (`of_ranks`) a tensor is.
+
+    An example is "rank 0's + 1/3 of rank 2's". None if it is no simple sum of these: then its
     numbers say more.
     """
     columns = [part.detach().reshape(-1).double() for part in of_ranks]
@@ -235,8 +237,9 @@ def form_of_explanation(returned: list) -> Iterator[tuple]:
 
 
 def several(answer: Any, count: int, message: str) -> Any:
-    """Return the answer if it is a list or tuple of `count` things; else raise Wrong with `message`
-    and what the answer is.
+    """Return the answer if it is a list or tuple of `count` things; else raise Wrong.
+
+    The error has `message`, and what the answer is.
     """
     is_list = isinstance(answer, list | tuple)
     kind = kind_of(answer)

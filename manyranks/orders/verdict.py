@@ -120,7 +120,8 @@ def judge(
             parts = sorted(faults, key=lambda event: event.rank)
         ranks = [event.rank for event in parts]
         lines = [say(line) for event in parts for line in event.lines]
-        return Verdict(False, runs, fault.text.format(*lines), fault.kind, ranks, lines, happened)
+        text = fault.text.format(*lines)
+        return Verdict(False, runs, text, fault.kind, ranks=ranks, lines=lines, events=happened)
     happened = [event for event in events if event.kind in ("post", "wait")]
     differing, not_comparable = unlike(results, alike)
     if not_comparable:
@@ -134,7 +135,7 @@ def judge(
         f"the results of {runs} orders differ ({some_of(differing)}),"
         f" from these lines on: {'; '.join(lines)}"
     )
-    return Verdict(False, runs, text, "unlike results", ranks, lines, happened)
+    return Verdict(False, runs, text, "unlike results", ranks=ranks, lines=lines, events=happened)
 
 
 def unlike(results: list, alike: int) -> tuple[list[str], list[str]]:

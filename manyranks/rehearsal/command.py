@@ -27,48 +27,41 @@ KEPT = ("step_s", "collectives", "bytes", "hidden", "peak_bytes")  # --expect co
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `manyranks run` to a parser."""
-    parser.add_argument("--ranks", type=int, required=True, metavar="K", help="how many ranks")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--ranks", type=int, required=True, metavar="K", help="how many ranks")
+    add(
         "--device",
         required=True,
         help='a name such as H100, or rates such as "989TFLOP/s" or "989TFLOP/s,3.3TB/s"',
     )
-    parser.add_argument(
+    add(
         "--reach",
         metavar="SHARES",
         help=f"what kernels reach of the device, as in {EXAMPLE} (default: all of it)",
     )
-    parser.add_argument("--link", help="between ranks: NVLink, 100Gbit, … (default: no time)")
-    parser.add_argument("--hosts", type=int, metavar="N", help="hosts, with as many ranks each")
-    parser.add_argument("--between", metavar="LINK", help="between hosts, of all cards of a host")
-    parser.add_argument("--latency", default="0ms", help="one way, such as 10us (default 0ms)")
-    parser.add_argument(
-        "--sizes-only", action="store_true", help="nothing is computed: models may be very large"
-    )
-    parser.add_argument(
+    add("--link", help="between ranks: NVLink, 100Gbit, … (default: no time)")
+    add("--hosts", type=int, metavar="N", help="hosts, with as many ranks each")
+    add("--between", metavar="LINK", help="between hosts, of all cards of a host")
+    add("--latency", default="0ms", help="one way, such as 10us (default 0ms)")
+    add("--sizes-only", action="store_true", help="nothing is computed: models may be very large")
+    add(
         "--fold",
         action="store_true",
         help="with --sizes-only: run the first and the last rank, and book the others as copies",
     )
-    parser.add_argument(
-        "--answer", type=float, metavar="NUMBER", help="with --sizes-only, for loss.item()"
-    )
-    parser.add_argument(
-        "--no-streams", action="store_true", help="the host waits for each operation"
-    )
-    parser.add_argument("--orders", action="store_true", help="try every order of messages, too")
-    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds (default 3600)")
-    parser.add_argument("--report", metavar="FILE", type=Path, help="write report.json there")
-    parser.add_argument("--trace", metavar="FILE", type=Path, help="write a trace for Perfetto")
-    parser.add_argument("--picture", metavar="FILE", type=Path, help="draw the last step (SVG)")
-    parser.add_argument(
-        "--expect", metavar="FILE", type=Path, help="compare with a report that was kept"
-    )
-    parser.add_argument(
+    add("--answer", type=float, metavar="NUMBER", help="with --sizes-only, for loss.item()")
+    add("--no-streams", action="store_true", help="the host waits for each operation")
+    add("--orders", action="store_true", help="try every order of messages, too")
+    add("--timeout", type=float, default=3600.0, help="seconds (default 3600)")
+    add("--report", metavar="FILE", type=Path, help="write report.json there")
+    add("--trace", metavar="FILE", type=Path, help="write a trace for Perfetto")
+    add("--picture", metavar="FILE", type=Path, help="draw the last step (SVG)")
+    add("--expect", metavar="FILE", type=Path, help="compare with a report that was kept")
+    add(
         "-m", "--module", action="store_true", help="the script is a module's name, as for torchrun"
     )
-    parser.add_argument("script", help="a script for torchrun")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+    add("script", help="a script for torchrun")
+    add("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ import socket
 import time
 from contextlib import suppress
 from datetime import timedelta
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,11 +17,20 @@ from ddp_course import launch
 from manyranks.errors import RankError
 
 NBYTES = 400
+SIZES = (5, 0, 300_000)
+
+
+class Outcome(NamedTuple):
+    """What a rank saw: the kind of its error and the error's words, and the sum that came later."""
+
+    kind: str
+    words: str
+    sum_later: torch.Tensor
 
 
 def passed_on():
     """Send three tensors to the right, of different sizes; return those that came."""
-    sent = [rank_tensor(dist.get_rank(), (n,)) for n in (5, 0, 300_000)]
+    sent = [rank_tensor(dist.get_rank(), (size,)) for size in SIZES]
     coming = [torch.empty_like(tensor) for tensor in sent]
     received = []
     with streams.to_neighbours(None, NBYTES) as links:
@@ -34,12 +44,12 @@ def passed_on():
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_tensors_arrive_in_order(world_size):
     for rank, received in enumerate(launch(passed_on, world_size=world_size)):
-        for tensor, size in zip(received, (5, 0, 300_000), strict=True):
+        for tensor, size in zip(received, SIZES, strict=True):
             assert torch.equal(tensor, rank_tensor((rank - 1) % world_size, (size,)))
 
 
 def one_fails():
-    """Rank 1 fails in the middle of a ring; afterwards all go on."""
+    """Fail on rank 1 in the middle of a ring, and go on afterwards; return the Outcome."""
     tensor = rank_tensor(dist.get_rank(), (1000,))
     pipelined_ring_all_reduce(tensor)
     error = None
@@ -51,23 +61,19 @@ def one_fails():
                 pass
     except (ZeroDivisionError, ConnectionError) as raised:
         error = raised
-    return (
-        type(error).__name__,
-        str(error),
-        pipelined_ring_all_reduce(rank_tensor(dist.get_rank(), (1000,))),
-    )
+    sum_later = pipelined_ring_all_reduce(rank_tensor(dist.get_rank(), (1000,)))
+    return Outcome(type(error).__name__, str(error), sum_later)
 
 
 def test_a_failure_reaches_the_neighbours_and_leaves_nothing_behind():
     ranks = launch(one_fails, world_size=3)
-    assert [name for name, _, _ in ranks] == [
-        "ConnectionError",
-        "ZeroDivisionError",
-        "ConnectionError",
-    ]
-    assert "rank 2" in ranks[0][1]
-    assert "rank 1" in ranks[2][1]
-    assert_all_equal_sum([tensor for _, _, tensor in ranks], 3, (1000,), torch.float32)
+    left, failed, right = ranks
+    assert left.kind == "ConnectionError"
+    assert "rank 2" in left.words
+    assert failed.kind == "ZeroDivisionError"
+    assert right.kind == "ConnectionError"
+    assert "rank 1" in right.words
+    assert_all_equal_sum([rank.sum_later for rank in ranks], 3, (1000,), torch.float32)
 
 
 def one_is_silent():
@@ -91,7 +97,7 @@ def one_does_not_connect():
     """Never connect from rank 1 to rank 0; return the name of rank 0's error."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
     if dist.get_rank() == 1:
-        streams.socket.create_connection = lambda *_, **__: time.sleep(3)
+        streams.socket.create_connection = sleep_longer_than_the_timeout
         with suppress(Exception), streams.to_neighbours(group, NBYTES):
             pass
         return ""
@@ -100,17 +106,25 @@ def one_does_not_connect():
     return type(raised.value).__name__
 
 
+def sleep_longer_than_the_timeout(*arguments, **named):
+    time.sleep(3)
+
+
 def test_nobody_waits_longer_for_a_connection_than_the_group():
     assert launch(one_does_not_connect, world_size=2, timeout=20) == ["TimeoutError", ""]
 
 
 def unequal(size_of_rank_1, conjugated):
-    """Return what a ring without the flight recorder does with tensors of two sizes, or of
-    conjugated numbers.
+    """Return what a ring without the flight recorder makes of these tensors.
+
+    They have two sizes unless rank 1 has 8 numbers, too.
     """
-    tensor = torch.ones(size_of_rank_1 if dist.get_rank() == 1 else 8, dtype=torch.complex64) * 1j
+    size = size_of_rank_1 if dist.get_rank() == 1 else 8
+    tensor = torch.ones(size, dtype=torch.complex64) * 1j
+    if conjugated:
+        tensor = tensor.conj()
     ring = pipelined_ring_all_reduce.__wrapped__
-    return ring(tensor.conj() if conjugated else tensor).tolist()
+    return ring(tensor).tolist()
 
 
 def test_tensors_of_two_sizes_are_refused_and_conjugated_ones_summed():
@@ -125,10 +139,12 @@ def test_a_stranger_is_not_let_in():
     """Whoever finds the door open must know what only the neighbour was told."""
     password = bytes(range(streams.PASSWORD_BYTES))
     with socket.create_server(("127.0.0.1", 0)) as door:
-        stranger, neighbour = (socket.create_connection(door.getsockname()) for _ in range(2))
+        stranger = socket.create_connection(door.getsockname())
+        neighbour = socket.create_connection(door.getsockname())
         stranger.sendall(password[::-1])
         neighbour.sendall(password)
         with streams.let_in(door, password, time.monotonic() + 30) as stream:
             assert stream.getpeername() == neighbour.getsockname()
         assert stranger.recv(1) == b"", "its connection is closed"
-        stranger.close(), neighbour.close()
+        stranger.close()
+        neighbour.close()

@@ -151,48 +151,44 @@ def graded_as(monkeypatch, results):
     return asked
 
 
-def test_the_command_writes_grades_and_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+def command_for_two_of_three(folder):
+    """Return a command that grades anna and ben, who have handed in something; carl has not."""
     for learner in ("anna", "ben"):
-        (tmp_path / "class" / learner).mkdir(parents=True)
-        (tmp_path / "class" / learner / "08_x.ipynb").write_text("")
-    (tmp_path / "names").write_text("anna\nben\ncarl\n")
-    right = [Result(learner, 8, [TaskResult("8.1", 1, 1)]) for learner in ("anna", "ben")]
-    command = [
-        "grade",
-        str(tmp_path / "class"),
-        "--jobs",
-        "1",
-        "--json",
-        str(tmp_path / "r.json"),
-        "--seed",
-        "3",
+        (folder / "class" / learner).mkdir(parents=True)
+        (folder / "class" / learner / "08_x.ipynb").write_text("")
+    (folder / "names").write_text("anna\nben\ncarl\n")
+    command = ["grade", str(folder / "class"), "--jobs", "1", "--seed", "3"]
+    command += ["--json", str(folder / "r.json"), "--canvas", str(folder / "canvas.csv")]
+    command += ["--roster", str(folder / "names"), "--html", str(folder / "html")]
+    return command
+
+
+def assert_written(folder):
+    """Assert that the command has written what anna and ben have reached, and that carl has not."""
+    records = json.loads((folder / "r.json").read_text())
+    assert [record["learner"] for record in records] == ["anna", "ben"]
+    assert rows_of((folder / "canvas.csv").read_text())[2:] == [
+        ["anna", "", "", "anna", "", "1"],
+        ["ben", "", "", "ben", "", "1"],
+        ["carl", "", "", "carl", "", ""],
     ]
-    command += ["--roster", str(tmp_path / "names"), "--html", str(tmp_path / "html")]
-    command += ["--canvas", str(tmp_path / "canvas.csv")]
-    asked = graded_as(monkeypatch, [right[0], KeyboardInterrupt()])
+    index = (folder / "html" / "index.html").read_text()
+    assert "mean of 2, and how many have solved it</td><td>1</td>\n<td>2</td>" in index
+    assert 'href="hand_back/anna.html"' in index
+    assert "Handed in nothing: carl" in index
+
+
+def test_the_command_writes_grades_and_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+    command = command_for_two_of_three(tmp_path)
+    right = [Result(learner, 8, [TaskResult("8.1", 1, 1)]) for learner in ("anna", "ben")]
+    graded_as(monkeypatch, [right[0], KeyboardInterrupt()])
     assert cli.main(command) == 2
     assert "--resume goes on" in capsys.readouterr().err
     asked = graded_as(monkeypatch, [right[1]])
     assert cli.main([*command, "--resume"]) == 0
     assert asked == ["ben"]
-    said = capsys.readouterr().out
-    assert "handed in nothing: carl" in said
-    assert "mean of 2, and how many have solved it</td><td>1</td>\n<td>2</td>" in (
-        (tmp_path / "html" / "index.html").read_text()
-    )
-    assert [record["learner"] for record in json.loads((tmp_path / "r.json").read_text())] == [
-        "anna",
-        "ben",
-    ]
-    assert rows_of((tmp_path / "canvas.csv").read_text())[2:] == [
-        ["anna", "", "", "anna", "", "1"],
-        ["ben", "", "", "ben", "", "1"],
-        ["carl", "", "", "carl", "", ""],
-    ]
-    index = (tmp_path / "html" / "index.html").read_text()
-    assert 'href="hand_back/anna.html"' in index
-    assert "carl" in index
-    assert "Handed in nothing: carl" in index
+    assert "handed in nothing: carl" in capsys.readouterr().out
+    assert_written(tmp_path)
     asked = graded_as(monkeypatch, [])
     assert cli.main([*command, "--resume"]) == 0
     assert asked == []

@@ -1,6 +1,4 @@
-"""The functions of `torch.cuda` that the course, its lessons and torch itself call, for pretended
-GPUs.
-"""
+"""The functions of `torch.cuda` that the course and torch itself call, for pretended GPUs."""
 
 import types
 
@@ -46,6 +44,11 @@ def exchange_device(index):
     return before
 
 
+def maybe_exchange_device(index):
+    """Do what `exchange_device` does: `torch.compile` wants two functions."""
+    return exchange_device(index)
+
+
 def properties(device=None):
     """Return the properties that all pretended GPUs have."""
     index = index_of(device)
@@ -79,60 +82,134 @@ def sleep(cycles):
 
 def use_of(counter):
     """Return a function that reads a counter of bytes for a GPU."""
-    return lambda device=None: counter[index_of(device)]
+
+    def read(device=None):
+        return counter[index_of(device)]
+
+    return read
 
 
-def functions():
-    """Return {name in torch.cuda: function}."""
-    return {
-        "Stream": Stream,
-        "Event": Event,
-        "StreamContext": StreamContext,
-        "stream": StreamContext,
-        "current_stream": current_stream,
-        "default_stream": lambda device=None: Stream(device, number=0),
-        "set_stream": set_stream,
-        "set_device": set_device,
-        "current_device": lambda: native.pretend_device(),
-        "synchronize": synchronize,
-        "is_available": lambda: visible() > 0,
-        "is_initialized": lambda: bool(contexts),
-        "device_count": visible,
-        "init": lambda: None,
-        "_lazy_init": lambda: None,
-        "_is_in_bad_fork": lambda: False,
-        "_exchange_device": exchange_device,
-        # `torch.compile` wants two functions here.
-        "_maybe_exchange_device": lambda index: exchange_device(index),
-        "_sleep": sleep,
-        "memory_allocated": use_of(memory.used),
-        "memory_reserved": use_of(memory.used),
-        "max_memory_allocated": use_of(memory.peak),
-        "max_memory_reserved": use_of(memory.peak),
-        "reset_peak_memory_stats": reset_peak,
-        "mem_get_info": lambda device=None: (
-            memory.SIZE - memory.used[index_of(device)],
-            memory.SIZE,
-        ),
-        "empty_cache": lambda: None,
-        "manual_seed": tensors.seed_all,
-        "manual_seed_all": tensors.seed_all,
-        "get_rng_state": lambda device=None: tensors.generator_state(index_of(device)),
-        "get_rng_state_all": lambda: [tensors.generator_state(i) for i in range(visible())],
-        "set_rng_state": set_rng_state,
-        "get_device_name": lambda device=None: properties(device).name,
-        "get_device_capability": lambda device=None: (9, 0),
-        "get_device_properties": properties,
-        "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
-        "is_bf16_supported": lambda *_, **__: True,
-        "can_device_access_peer": lambda one, other: one != other,
-    }
+def current_device():
+    """Return the number of the GPU that is current."""
+    return native.pretend_device()
+
+
+def default_stream(device=None):
+    """Return the stream on which work is done unless another one is chosen."""
+    return Stream(device, number=0)
+
+
+def mem_get_info(device=None):
+    """Return the bytes that are free on a GPU, and all that it has."""
+    return memory.SIZE - memory.used[index_of(device)], memory.SIZE
+
+
+def get_rng_state(device=None):
+    """Return the state of a GPU's random generator."""
+    return tensors.generator_state(index_of(device))
+
+
+def get_rng_state_all():
+    """Return the states of all GPUs' random generators."""
+    return [tensors.generator_state(index) for index in range(visible())]
+
+
+def get_device_name(device=None):
+    """Return the name of a GPU."""
+    return properties(device).name
+
+
+def get_device_capability(device=None):
+    """Return the capability of an H100: no code asks for more."""
+    return 9, 0
+
+
+def get_amp_supported_dtype():
+    """Return the dtypes of mixed precision."""
+    return [torch.float16, torch.bfloat16]
+
+
+def is_available():
+    """Return whether this process sees a GPU."""
+    return visible() > 0
+
+
+def is_initialized():
+    """Return whether this process has used a GPU."""
+    return bool(contexts)
+
+
+def is_bf16_supported(*_, **__):
+    """Return that bfloat16 can be computed with."""
+    return True
+
+
+def can_device_access_peer(one, other):
+    """Return whether one GPU reads another's memory: all do."""
+    return one != other
+
+
+def do_nothing():
+    """Take the place of what has nothing to do without a driver."""
+
+
+def is_in_bad_fork():
+    """Return that this process may use GPUs."""
+    return False
+
+
+STREAMS = {
+    "Stream": Stream,
+    "Event": Event,
+    "StreamContext": StreamContext,
+    "stream": StreamContext,
+    "current_stream": current_stream,
+    "default_stream": default_stream,
+    "set_stream": set_stream,
+    "synchronize": synchronize,
+    "_sleep": sleep,
+}
+DEVICES = {
+    "set_device": set_device,
+    "current_device": current_device,
+    "is_available": is_available,
+    "is_initialized": is_initialized,
+    "device_count": visible,
+    "init": do_nothing,
+    "_lazy_init": do_nothing,
+    "_is_in_bad_fork": is_in_bad_fork,
+    "_exchange_device": exchange_device,
+    "_maybe_exchange_device": maybe_exchange_device,
+    "get_device_name": get_device_name,
+    "get_device_capability": get_device_capability,
+    "get_device_properties": properties,
+    "get_amp_supported_dtype": get_amp_supported_dtype,
+    "is_bf16_supported": is_bf16_supported,
+    "can_device_access_peer": can_device_access_peer,
+}
+MEMORY = {
+    "memory_allocated": use_of(memory.used),
+    "memory_reserved": use_of(memory.used),
+    "max_memory_allocated": use_of(memory.peak),
+    "max_memory_reserved": use_of(memory.peak),
+    "reset_peak_memory_stats": reset_peak,
+    "mem_get_info": mem_get_info,
+    "empty_cache": do_nothing,
+}
+GENERATORS = {
+    "manual_seed": tensors.seed_all,
+    "manual_seed_all": tensors.seed_all,
+    "get_rng_state": get_rng_state,
+    "get_rng_state_all": get_rng_state_all,
+    "set_rng_state": set_rng_state,
+}
 
 
 def install():
     """Put the functions into torch."""
-    for name, function in functions().items():
-        setattr(torch.cuda, name, function)
+    for functions in (STREAMS, DEVICES, MEMORY, GENERATORS):
+        for name, function in functions.items():
+            setattr(torch.cuda, name, function)
     torch.cuda.nccl.version = lambda: (2, 30, 0)
     torch.backends.cuda.is_built = lambda: True
     torch.version.cuda = "13.0"

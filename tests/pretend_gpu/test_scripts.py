@@ -176,7 +176,7 @@ from ddp_course.lab import show, traces
 if __name__ == "__main__":
     figure = show.own_trace("trace.json")
     [step] = traces.read("trace.json")
-    assert [numbers for _, numbers in step.reduced] and step.seconds_in("compute") > 0
+    assert [reduced.numbers for reduced in step.reduced] and step.seconds_in("compute") > 0
     print(figure.message)
 """
 

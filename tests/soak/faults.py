@@ -65,28 +65,24 @@ def ranks_of(agent):
 
 
 def run_with_faults(options, world_size, minutes, every, pause, chance, folder, enough=math.inf):
-    """Train under torchrun, with a fault every `every` seconds for `minutes`, or until there were
-    `enough` faults.
+    """Train under torchrun, with a fault every `every` seconds; return how many there were.
+
+    The end comes after `minutes`, or after `enough` faults.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={world_size}",
-    ]
-    command += ["--max-restarts=100000", "--monitor-interval=0.1", str(SLOW_TRAIN), *options]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={world_size}", "--max-restarts=100000"]
+    command += ["--monitor-interval=0.1", str(SLOW_TRAIN), *options]
+    command += ["--checkpoint", f"{folder}/run"]
     hurry = Path(folder, "hurry")
-    faults = 0
-    environment = {
+    environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "TMPDIR": folder,
         "PAUSE": str(pause),
         "HURRY": str(hurry),
     }
+    faults = 0
     with open(Path(folder, "log"), "w") as log:
-        command += ["--checkpoint", f"{folder}/run"]
-        agent = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **environment})
+        agent = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         begun = time.monotonic()
         end = begun + 60 * minutes
         due = begun + every

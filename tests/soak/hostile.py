@@ -1,10 +1,10 @@
-"""Hostile use, in four tables: `python tests/soak/hostile.py [PART…]`, where a part is weights,
-split, stages or launches.
+"""Hostile use, in four tables: `python tests/soak/hostile.py [PART…]`.
 
-Each case does to a sharded or split model, to a stage or to a launch what somebody may well do, and
-does the same to torch's own classes, or on one device. It must be right, that is, end with the same
-numbers, or be refused in words that say what to do. Prints every other outcome, and how many cases
-ended how; the exit code is the number of the others.
+A part is weights, split, stages or launches. Each case does to a sharded or split model, to a stage
+or to a launch what somebody may well do, and does the same to torch's own classes, or on one
+device. It must be right, that is, end with the same numbers, or be refused in words that say what
+to do. Prints every other outcome, and how many cases ended how; the exit code is the number of the
+others.
 """
 
 import copy
@@ -12,9 +12,11 @@ import io
 import os
 import sys
 from collections import Counter
+from collections.abc import Callable
 from contextlib import redirect_stderr
 from functools import partial
 from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,6 +46,22 @@ WAYS_OUT = """
 REFUSALS = (RuntimeError, ValueError, TypeError, LaunchError)
 
 
+class Case(NamedTuple):
+    """What is done, and what does the same on one device or with torch's classes."""
+
+    name: str
+    ours: Callable
+    expected: Callable
+
+
+class Launched(NamedTuple):
+    """What is launched, and what the launch returns, or words of its error."""
+
+    function: Callable
+    arguments: list
+    wanted: Any
+
+
 def words_of(error):
     return f"{type(error).__name__}: {error}".partition("\n")[0][:300]
 
@@ -55,8 +73,7 @@ def refusal(error):
 
 
 def outcome(ours, expected, ranks_differ=False):
-    """Return what became of a case, as one rank sees it; anything else than the three names is
-    wrong.
+    """Return what became of a case, as one rank sees it: one of the three names, or what is wrong.
 
     An error of a single rank must end the launch: the others would wait for it.
     """
@@ -171,6 +188,41 @@ def other_data(parameter):
     parameter.data = torch.zeros(3, 3)
 
 
+def total_norm_of_gradients(parameters):
+    return nn.utils.get_total_norm([parameter.grad for parameter in present(parameters)])
+
+
+def norm_of_end_to_end(parameters):
+    return nn.utils.parameters_to_vector(parameters).norm()
+
+
+def multiply_all(parameters):
+    torch._foreach_mul_([parameter.data for parameter in parameters], 0.5)
+
+
+def sum_of_norms(parameters):
+    return sum(torch._foreach_norm([parameter.data for parameter in parameters]))
+
+
+def add_all_gradients(parameters):
+    with_gradient = present(parameters)
+    gradients_of_all = [parameter.grad for parameter in with_gradient]
+    torch._foreach_add_([parameter.data for parameter in with_gradient], gradients_of_all)
+
+
+def step_of_lbfgs(parameters):
+    torch.optim.LBFGS(parameters).step(no_loss)
+
+
+def no_loss():
+    return torch.zeros(())
+
+
+def step_of_muon(parameters):
+    step(torch.optim.Muon, [parameter for parameter in parameters if parameter.dim() == 2])
+
+
+# What is done to each parameter; a number that comes of it is compared.
 ONE_BY_ONE = {
     "mul_": lambda p: p.mul_(0.5),
     "sub_ of the gradient": lambda p: p.sub_(p.grad, alpha=0.1),
@@ -178,7 +230,7 @@ ONE_BY_ONE = {
     "data.clamp_": lambda p: p.data.clamp_(-0.1, 0.1),
     "sign of the gradient": lambda p: p.add_(p.grad.sign(), alpha=0.01),
     "copy_ of itself": lambda p: p.copy_(p * 2),
-    "zero_": lambda p: p.zero_(),
+    "zero_": torch.Tensor.zero_,
     "fill_": lambda p: p.fill_(0.3),
     "lerp_": lambda p: p.lerp_(torch.zeros_like(p), 0.1),
     "addcmul_": lambda p: p.addcmul_(p.grad, p.grad, value=0.1),
@@ -192,20 +244,20 @@ ONE_BY_ONE = {
     "gradient to half": lambda p: p.grad.copy_(p.grad.half().float()),
     "data in place": halved_data,
     "data of another shape": other_data,
-    "norm": lambda p: p.norm(),
+    "norm": torch.Tensor.norm,
     "norm of data": lambda p: p.data.norm(),
     "norm of the gradient": lambda p: p.grad.norm(),
-    "linalg.norm": lambda p: torch.linalg.norm(p),
+    "linalg.norm": torch.linalg.norm,
     "vector_norm": lambda p: torch.linalg.vector_norm(p.detach()),
-    "sum": lambda p: p.sum(),
+    "sum": torch.Tensor.sum,
     "abs().sum": lambda p: p.abs().sum(),
-    "mean": lambda p: p.mean(),
-    "max": lambda p: p.max(),
-    "amin": lambda p: p.amin(),
-    "std": lambda p: p.std(),
-    "var": lambda p: p.var(),
-    "prod": lambda p: p.prod(),
-    "median": lambda p: p.median(),
+    "mean": torch.Tensor.mean,
+    "max": torch.Tensor.max,
+    "amin": torch.Tensor.amin,
+    "std": torch.Tensor.std,
+    "var": torch.Tensor.var,
+    "prod": torch.Tensor.prod,
+    "median": torch.Tensor.median,
     "dot": lambda p: torch.dot(p.reshape(-1), p.reshape(-1)),
     "p @ p.T": lambda p: (p @ p.T).sum(),
     "einsum": lambda p: torch.einsum("...i,...i->", p, p),
@@ -226,38 +278,38 @@ ONE_BY_ONE = {
     "quantised": lambda p: p.copy_((p / p.abs().max() * 127).round()),
     "top half": lambda p: p.mul_(p.abs() > p.abs().median()),
     "noise": lambda p: p.add_(torch.randn_like(p)),
-    "normal_": lambda p: p.normal_(),
+    "normal_": torch.Tensor.normal_,
     "dropout": lambda p: p.copy_(nn.functional.dropout(p, 0.5)),
     "tolist": lambda p: p.fill_(len(p.tolist())),
     "numpy": lambda p: p.fill_(float(p.numpy().sum())),
     "init.constant_": lambda p: nn.init.constant_(p, 0.1),
-    "init.zeros_": lambda p: nn.init.zeros_(p),
-    "init.uniform_": lambda p: nn.init.uniform_(p),
-    "init.normal_": lambda p: nn.init.normal_(p),
-    "init.trunc_normal_": lambda p: nn.init.trunc_normal_(p),
+    "init.zeros_": nn.init.zeros_,
+    "init.uniform_": nn.init.uniform_,
+    "init.normal_": nn.init.normal_,
+    "init.trunc_normal_": nn.init.trunc_normal_,
     "init.sparse_": lambda p: nn.init.sparse_(p.view(len(p), -1), 0.5),
     "init.xavier_uniform_": lambda p: nn.init.xavier_uniform_(p.view(len(p), -1)),
     "init.kaiming_normal_": lambda p: nn.init.kaiming_normal_(p.view(len(p), -1)),
     "init.orthogonal_": lambda p: nn.init.orthogonal_(p.view(len(p), -1)),
 }
 WHOLE_LISTS = {
-    "clip_grad_norm_": lambda ps: nn.utils.clip_grad_norm_(ps, 0.1),
-    "clip_grad_norm_ of infinity": lambda ps: nn.utils.clip_grad_norm_(ps, 0.1, float("inf")),
-    "clip_grad_value_": lambda ps: nn.utils.clip_grad_value_(ps, 0.01),
-    "clip_grad_value_, foreach": lambda ps: nn.utils.clip_grad_value_(ps, 0.01, foreach=True),
-    "get_total_norm": lambda ps: nn.utils.get_total_norm([p.grad for p in present(ps)]),
-    "end to end": lambda ps: nn.utils.parameters_to_vector(ps).norm(),
-    "from a vector": lambda ps: nn.utils.vector_to_parameters(torch.ones(58), ps),
-    "_foreach_mul_": lambda ps: torch._foreach_mul_([p.data for p in ps], 0.5),
-    "_foreach_norm": lambda ps: sum(torch._foreach_norm([p.data for p in ps])),
-    "_foreach_add_ of gradients": lambda ps: torch._foreach_add_(
-        [p.data for p in present(ps)], [p.grad for p in present(ps)]
+    "clip_grad_norm_": partial(nn.utils.clip_grad_norm_, max_norm=0.1),
+    "clip_grad_norm_ of infinity": partial(
+        nn.utils.clip_grad_norm_, max_norm=0.1, norm_type=float("inf")
     ),
+    "clip_grad_value_": partial(nn.utils.clip_grad_value_, clip_value=0.01),
+    "clip_grad_value_, foreach": partial(nn.utils.clip_grad_value_, clip_value=0.01, foreach=True),
+    "get_total_norm": total_norm_of_gradients,
+    "end to end": norm_of_end_to_end,
+    "from a vector": partial(nn.utils.vector_to_parameters, torch.ones(58)),
+    "_foreach_mul_": multiply_all,
+    "_foreach_norm": sum_of_norms,
+    "_foreach_add_ of gradients": add_all_gradients,
     "averaged weights": averaged_weights,
-    "LBFGS": lambda ps: torch.optim.LBFGS(ps).step(lambda: torch.zeros(())),
-    "Adafactor": lambda ps: step(torch.optim.Adafactor, ps),
-    "Muon": lambda ps: step(torch.optim.Muon, [p for p in ps if p.dim() == 2]),
-    "SparseAdam": lambda ps: step(torch.optim.SparseAdam, ps),
+    "LBFGS": step_of_lbfgs,
+    "Adafactor": partial(step, torch.optim.Adafactor),
+    "Muon": step_of_muon,
+    "SparseAdam": partial(step, torch.optim.SparseAdam),
 }
 OPTIMIZERS = """
     SGD Adam AdamW Adagrad Adadelta Adamax ASGD NAdam RAdam RMSprop Rprop
@@ -275,7 +327,8 @@ def weights():
         make = partial(getattr(torch.optim, name), lr=0.01, fused=True)
         actions[f"{name}, fused"] = partial(step, make)
     for (name, action), ours in product(actions.items(), (of_shards, of_slices)):
-        yield f"{name} {ours.__name__}", partial(ours, action), partial(of_one_device, action)
+        expected = partial(of_one_device, action)
+        yield Case(f"{name} {ours.__name__}", partial(ours, action), expected)
 
 
 # Split models.
@@ -509,34 +562,35 @@ def penalty(model):
     return [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
 
 
+def penalty_split(change):
+    return penalty(stage9_tensor.parallelize(changed(change)))
+
+
+def penalty_alone(change):
+    return penalty(changed(change))
+
+
+def momentum_alone(change):
+    return train_alone(change, torch.optim.SGD, momentum=0.9)
+
+
+# What is done with a split model, and with the same model on one device.
+PAIRS = {
+    "train": (train_split, train_alone),
+    "train, foreach": (train_split_foreach, momentum_alone),
+    "copy": (copy_split, copy_alone),
+    "average": (average_split, train_alone),
+    "checkpointing": (checkpointed_split, train_alone),
+    "clip": (clipped_split, clipped_alone),
+    "gradient of the inputs": (of_inputs_split, of_inputs_alone),
+    "penalty": (penalty_split, penalty_alone),
+}
+
+
 def split():
     """Yield cases of stage 9: models with something odd, and what is done with them."""
-    for change in CHANGES:
-        name = change.__name__
-        yield f"{name}: train", partial(train_split, change), partial(train_alone, change)
-        yield (
-            f"{name}: train, foreach",
-            partial(train_split_foreach, change),
-            partial(train_alone, change, torch.optim.SGD, momentum=0.9),
-        )
-        yield f"{name}: copy", partial(copy_split, change), partial(copy_alone, change)
-        yield f"{name}: average", partial(average_split, change), partial(train_alone, change)
-        yield (
-            f"{name}: checkpointing",
-            partial(checkpointed_split, change),
-            partial(train_alone, change),
-        )
-        yield f"{name}: clip", partial(clipped_split, change), partial(clipped_alone, change)
-        yield (
-            f"{name}: gradient of the inputs",
-            partial(of_inputs_split, change),
-            partial(of_inputs_alone, change),
-        )
-        yield (
-            f"{name}: penalty",
-            lambda change=change: penalty(stage9_tensor.parallelize(changed(change))),
-            lambda change=change: penalty(changed(change)),
-        )
+    for change, (name, (ours, expected)) in product(CHANGES, PAIRS.items()):
+        yield Case(f"{change.__name__}: {name}", partial(ours, change), partial(expected, change))
 
 
 # Stages 3 to 7 beside torch's DistributedDataParallel.
@@ -574,9 +628,9 @@ class Scale(nn.Module):
         return inputs * self.scale + self.empty.sum() + self.wide.float()
 
 
-def replaced(name, layer):
+def replaced(name, make):
     members = parts()
-    members[name] = layer
+    members[name] = make()
     return members
 
 
@@ -598,26 +652,6 @@ def strided_parts():
     return members
 
 
-NETS = {
-    "all are used": lambda rank: Net("abc", parts()),
-    "one is used by nobody": lambda rank: Net("ab", parts()),
-    "one is used by rank 1 alone": lambda rank: Net(["a", "abc"][rank], parts()),
-    "each rank uses another": lambda rank: Net(["ab", "ac"][rank], parts()),
-    "two are used by nobody": lambda rank: Net("b", parts()),
-    "one is used twice": lambda rank: Net("aabc", parts()),
-    "another order on each rank": lambda rank: Net(["abc", "cba"][rank], parts()),
-    "one is frozen": lambda rank: Net("abc", frozen("b")),
-    "one is frozen, and not used": lambda rank: Net("ac", frozen("b")),
-    "two are tied": lambda rank: Net("abc", tied_parts()),
-    "turned memory": lambda rank: Net("abc", strided_parts()),
-    "odd parameters": lambda rank: Net("abc", replaced("b", Scale())),
-    "odd parameters, not used": lambda rank: Net("ac", replaced("b", Scale())),
-    "an embedding": lambda rank: Net("abc", replaced("b", Positions())),
-    "an output of ints is dropped": lambda rank: Net("abc", replaced("b", nn.Identity())),
-    "a norm of the batch": lambda rank: Net("abc", replaced("b", nn.BatchNorm1d(4, affine=True))),
-}
-
-
 class Positions(nn.Module):
     """A table, of which each batch uses some rows."""
 
@@ -630,43 +664,79 @@ class Positions(nn.Module):
         return inputs + self.table(torch.arange(len(inputs)))
 
 
+class Recipe(NamedTuple):
+    """How to make a Net: which layers each of two ranks uses, and a function that makes them."""
+
+    uses: list
+    make: Callable
+
+    def net(self, rank):
+        return Net(self.uses[rank], self.make())
+
+
+ALL = ["abc", "abc"]
+NETS = {
+    "all are used": Recipe(ALL, parts),
+    "one is used by nobody": Recipe(["ab", "ab"], parts),
+    "one is used by rank 1 alone": Recipe(["a", "abc"], parts),
+    "each rank uses another": Recipe(["ab", "ac"], parts),
+    "two are used by nobody": Recipe(["b", "b"], parts),
+    "one is used twice": Recipe(["aabc", "aabc"], parts),
+    "another order on each rank": Recipe(["abc", "cba"], parts),
+    "one is frozen": Recipe(ALL, partial(frozen, "b")),
+    "one is frozen, and not used": Recipe(["ac", "ac"], partial(frozen, "b")),
+    "two are tied": Recipe(ALL, tied_parts),
+    "turned memory": Recipe(ALL, strided_parts),
+    "odd parameters": Recipe(ALL, partial(replaced, "b", Scale)),
+    "odd parameters, not used": Recipe(["ac", "ac"], partial(replaced, "b", Scale)),
+    "an embedding": Recipe(ALL, partial(replaced, "b", Positions)),
+    "an output of ints is dropped": Recipe(ALL, partial(replaced, "b", nn.Identity)),
+    "a norm of the batch": Recipe(ALL, partial(replaced, "b", partial(nn.BatchNorm1d, 4))),
+}
+
+
 def by_messages(average):
-    """Take steps of stage 3 or 4, with an optimizer that decays weights."""
+    """Return a function that takes steps of stage 3 or 4."""
 
     def run(model, rank):
         broadcast_parameters(model)
-        return stepped(model, rank, lambda: average(gradients(model)))
+        return stepped(model, rank, average=average)
 
     return run
 
 
 def by_wrapper(wrap):
+    """Return a function that takes steps of a model in a wrapper that averages by itself."""
+
     def run(model, rank):
-        wrapped = wrap(model)
-        return stepped(model, rank, lambda: None, wrapped)
+        return stepped(model, rank, forward=wrap(model))
 
     return run
 
 
 def by_shards(model, rank):
     wrapped = FullyShardedDataParallel(model)
-    stepped(wrapped, rank, lambda: None)
+    stepped(wrapped, rank)
     return wrapped.restore().parameters()
 
 
 def by_zero_1(model, rank):
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05, weight_decay=0.5)
-    return stepped(model, rank, lambda: None, optimizer=optimizer)
+    return stepped(model, rank, optimizer=optimizer)
 
 
-def stepped(model, rank, average, wrapped=None, optimizer=None):
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def stepped(model, rank, average=None, forward=None, optimizer=None):
+    """Take three steps, by AdamW with weight decay unless told otherwise; return the parameters."""
+    if forward is None:
+        forward = model
     if optimizer is None:
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.5)
     for number in range(3):
         optimizer.zero_grad()
-        (wrapped or model)(data(10 * number + rank)).square().mean().backward()
-        average()
+        forward(data(10 * number + rank)).square().mean().backward()
+        if average is not None:
+            average(gradients(model))
         optimizer.step()
     return model.parameters()
 
@@ -684,45 +754,47 @@ STAGES = {
 }
 
 
+def run_on_rank(run, recipe):
+    rank = dist.get_rank()
+    return run(recipe.net(rank), rank)
+
+
 def stages():
     """Yield cases of replicas: models that leave something out, in each stage."""
     torchs = by_wrapper(partial(TorchDDP, find_unused_parameters=True))
-    for (model, make), (stage, run) in product(NETS.items(), STAGES.items()):
-        yield (
-            f"{stage}: {model}",
-            lambda run=run, make=make: run(make(dist.get_rank()), dist.get_rank()),
-            lambda make=make: torchs(make(dist.get_rank()), dist.get_rank()),
-        )
+    for (model, recipe), (stage, run) in product(NETS.items(), STAGES.items()):
+        ours = partial(run_on_rank, run, recipe)
+        yield Case(f"{stage}: {model}", ours, partial(run_on_rank, torchs, recipe))
 
 
 PARTS = {"weights": weights, "split": split, "stages": stages}
 
 
 def all_of(part, names):
-    """On a rank, return the outcome of each case. Where ranks may have stopped at different
-    points, the next cases could not begin: such a case has a launch of its own.
+    """On a rank, return the outcome of each case with one of these names.
+
+    Where ranks may have stopped at different points, the next cases could not begin: such a case
+    has a launch of its own.
     """
     torch.set_num_threads(1)
-    return {
-        name: outcome(ours, expected, ranks_differ=len(names) == 1)
-        for name, ours, expected in PARTS[part]()
-        if name in names
-    }
+    outcomes = {}
+    for case in PARTS[part]():
+        if case.name in names:
+            outcomes[case.name] = outcome(case.ours, case.expected, ranks_differ=len(names) == 1)
+    return outcomes
 
 
 def report(part):
-    """Return {case: outcome} of a part, by one launch, and by one launch for each case that
-    broke it.
-    """
+    """Return {case: outcome} of a part, by one launch, and one for each case of stage 5."""
     outcomes = {}
-    names = [name for name, _, _ in PARTS[part]()]
+    names = [case.name for case in PARTS[part]()]
     alone = [name for name in names if part == "stages" and "stage 5" in name]
     together = [name for name in names if name not in alone]
     for chosen in [together, *([name] for name in alone)]:
         try:
             ranks = launch(all_of, part, chosen, world_size=2, timeout=300)
         except LaunchTimeout as error:
-            outcomes.update({name: f"hangs: {words_of(error)}" for name in chosen})
+            outcomes.update(dict.fromkeys(chosen, f"hangs: {words_of(error)}"))
             continue
         except LaunchError as error:
             outcomes.update(dict.fromkeys(chosen, refusal(error)))
@@ -786,62 +858,73 @@ def too_deep():
     return result
 
 
-# What is launched, and what the launch returns, or the words of its error.
-LAUNCHES = {
-    **{f"closed {s}": (close, [s], [1, 1]) for s in ("stdin", "stdout", "stderr")},
-    **{f"replaced {s}": (replace, [s], [1, 1]) for s in ("stdout", "stderr")},
-    **{
-        f"{type(error).__name__}{error.args}": (raising, [error], type(error).__name__)
-        for error in (
-            ValueError("x"),
-            KeyError("x"),
-            MemoryError(),
-            RecursionError(),
-            StopIteration(),
-            GeneratorExit(),
-            AssertionError(),
-            UnicodeDecodeError("utf-8", b"\xff", 0, 1, "x"),
-            OSError(28, "No space left on device"),
-            KeyboardInterrupt(),
-            ConnectionError("mine"),
-            TimeoutError("mine"),
-            ValueError("\udcff\x00 \x1b[31m"),
-            ValueError("x" * 100_000),
-        )
-    },
-    "an exception that cannot speak": (raising, [Speechless()], "Speechless"),
-    **{
-        f"rank 1 alone, {type(error).__name__}": (
-            on_rank_1,
-            [raising, error],
-            f"rank 1: {type(error).__name__}",
-        )
-        for error in (ValueError("x"), MemoryError(), Speechless())
-    },
-    **{f"leaves with {code}": (leave, [code], "without a result") for code in (0, 1, 3, 255)},
-    **{f"sys.exit({code!r})": (sys.exit, [code], "sys.exit") for code in (0, 1, "words", None)},
-    **{
-        f"killed by signal {number}": (end_by, [number], "killed: by SIG")
-        for number in (1, 2, 3, 6, 9, 11, 15)
-    },
-    "a very deep result": (too_deep, [], "cannot be sent"),
-    "a lambda": (lambda: (lambda: 1)() + 1, [], [2, 2]),
-    "a generator": (lambda: (x for x in (1, 2)), [], "cannot be sent"),
-    "an open file": (lambda: sys.stdin, [], "cannot be sent"),
-    "a group": (lambda: dist.group.WORLD, [], "cannot be sent"),
-    "a result that cannot be packed": (
-        lambda: Unsendable(ValueError("x")),
-        [],
-        "cannot be sent",
-    ),
-    "a result that interrupts": (lambda: Unsendable(KeyboardInterrupt()), [], "cannot be sent"),
-    "a result that exits": (lambda: Unsendable(SystemExit(3)), [], "cannot be sent"),
-    "a large number": (lambda: 10**5000, [], [10**5000] * 2),
-    "not a number": (lambda: float("inf"), [], [float("inf")] * 2),
-    "a group made twice": (dist.init_process_group, ["gloo"], "leave out"),
-    "input()": (input, [], "EOF"),
-    "breakpoint()": (breakpoint, [], "cannot be used in a rank"),
-}
+def a_generator():
+    return (number for number in (1, 2))
+
+
+def an_open_file():
+    return sys.stdin
+
+
+def a_group():
+    return dist.group.WORLD
+
+
+ERRORS = (
+    ValueError("x"),
+    KeyError("x"),
+    MemoryError(),
+    RecursionError(),
+    StopIteration(),
+    GeneratorExit(),
+    AssertionError(),
+    UnicodeDecodeError("utf-8", b"\xff", 0, 1, "x"),
+    OSError(28, "No space left on device"),
+    KeyboardInterrupt(),
+    ConnectionError("mine"),
+    TimeoutError("mine"),
+    ValueError("\udcff\x00 \x1b[31m"),
+    ValueError("x" * 100_000),
+)
+
+
+def cases_of_launches():
+    """Return {name: Launched}."""
+    cases = {
+        "an exception that cannot speak": Launched(raising, [Speechless()], "Speechless"),
+        "a very deep result": Launched(too_deep, [], "cannot be sent"),
+        "a lambda": Launched(lambda: (lambda: 1)() + 1, [], [2, 2]),
+        "a generator": Launched(a_generator, [], "cannot be sent"),
+        "an open file": Launched(an_open_file, [], "cannot be sent"),
+        "a group": Launched(a_group, [], "cannot be sent"),
+        "a large number": Launched(pow, [10, 5000], [10**5000] * 2),
+        "not a number": Launched(float, ["inf"], [float("inf")] * 2),
+        "a group made twice": Launched(dist.init_process_group, ["gloo"], "leave out"),
+        "input()": Launched(input, [], "EOF"),
+        "breakpoint()": Launched(breakpoint, [], "cannot be used in a rank"),
+    }
+    for stream in ("stdin", "stdout", "stderr"):
+        cases[f"closed {stream}"] = Launched(close, [stream], [1, 1])
+    for stream in ("stdout", "stderr"):
+        cases[f"replaced {stream}"] = Launched(replace, [stream], [1, 1])
+    for error in ERRORS:
+        kind = type(error).__name__
+        cases[f"{kind}{error.args}"] = Launched(raising, [error], kind)
+    for error in (ValueError("x"), MemoryError(), Speechless()):
+        words = f"rank 1: {type(error).__name__}"
+        cases[f"on {words}"] = Launched(on_rank_1, [raising, error], words)
+    for code in (0, 1, 3, 255):
+        cases[f"leaves with {code}"] = Launched(leave, [code], "without a result")
+    for code in (0, 1, "words", None):
+        cases[f"sys.exit({code!r})"] = Launched(sys.exit, [code], "sys.exit")
+    for number in (1, 2, 3, 6, 9, 11, 15):
+        cases[f"killed by signal {number}"] = Launched(end_by, [number], "killed: by SIG")
+    for error in (ValueError("x"), KeyboardInterrupt(), SystemExit(3)):
+        name = f"a result whose packing raises {type(error).__name__}"
+        cases[name] = Launched(Unsendable, [error], "cannot be sent")
+    return cases
+
+
 SETTINGS = {
     "MANYRANKS_NETWORK": ["privat", "AUTO", "1", "no", " private"],
     "MANYRANKS_START": ["forkserver", "FORK", "1"],
@@ -855,14 +938,15 @@ SLURM = {
 }
 
 
-def launched(function, arguments, wanted):
+def outcome_of(case):
+    """Return what became of a launch."""
     try:
-        got = launch(function, *arguments, world_size=2, timeout=60)
+        got = launch(case.function, *case.arguments, world_size=2, timeout=60)
     except (LaunchError, ValueError, TypeError) as error:
-        if isinstance(wanted, str) and wanted in str(error):
+        if isinstance(case.wanted, str) and case.wanted in str(error):
             return REFUSED
         return f"poor words: {words_of(error)}"
-    return RIGHT if got == wanted else f"wrong: {str(got)[:200]}"
+    return RIGHT if got == case.wanted else f"wrong: {str(got)[:200]}"
 
 
 def refused(**settings):
@@ -877,8 +961,8 @@ def launches():
     """Return {case: outcome} of launches."""
     outcomes = {}
     with redirect_stderr(io.StringIO()):
-        for name, (function, arguments, wanted) in LAUNCHES.items():
-            outcomes[name] = launched(function, arguments, wanted)
+        for name, case in cases_of_launches().items():
+            outcomes[name] = outcome_of(case)
         for size in WORLD_SIZES:
             outcomes[f"{size!r} ranks"] = refused(world_size=size)
         for name, values in SETTINGS.items():
@@ -886,12 +970,10 @@ def launches():
                 os.environ[name] = value
                 outcomes[f"{name}={value}"] = refused(world_size=2)
                 del os.environ[name]
-    ports = {
-        from_slurm({**SLURM, "SLURM_STEP_ID": str(step), "SLURM_RESTART_COUNT": str(restart)})[
-            "MASTER_PORT"
-        ]
-        for step, restart in product(range(10), range(5))
-    }
+    ports = set()
+    for step, restart in product(range(10), range(5)):
+        said = {"SLURM_STEP_ID": str(step), "SLURM_RESTART_COUNT": str(restart)}
+        ports.add(from_slurm(SLURM | said)["MASTER_PORT"])
     outcomes["fifty steps of a job have fifty ports"] = RIGHT
     if len(ports) != 50:
         outcomes["fifty steps of a job have fifty ports"] = f"wrong: {len(ports)} ports"

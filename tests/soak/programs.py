@@ -1,11 +1,11 @@
-"""Random programs that torch's class and ours play in the same processes: `python
-tests/soak/programs.py [--count N]`.
+"""Random programs, which torch's class and ours play in the same processes.
 
-A program is a model, the settings of a wrapper and a list of operations: training steps,
-accumulation, abandoned and nested forward passes, exceptions, uneven inputs, and so on. After each
-operation gradients, weights and buffers must be the same bits with both classes, or both must have
-refused it. A number stands for a program: `--first N --count 1` repeats a failure. Stage 5 is also
-compared with one device, and the collectives with `dist.all_reduce`.
+Call it as `python tests/soak/programs.py [--count N]`. A program is a model, the settings of a
+wrapper and a list of operations: training steps, accumulation, abandoned and nested forward passes,
+exceptions, uneven inputs, and so on. After each operation gradients, weights and buffers must be
+the same bits with both classes, or both must have refused it. A number stands for a program:
+`--first N --count 1` repeats a failure. Stage 5 is also compared with one device, and the
+collectives with `dist.all_reduce`.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -156,10 +157,17 @@ def lay_out(place, parameter):
         parameter.grad = place
 
 
+class Program(NamedTuple):
+    """Traits of a model, settings of its wrapper, a hook, and what is done: (what, arguments)."""
+
+    traits: set
+    settings: dict
+    hook: str
+    operations: list
+
+
 def program(number):
-    """Return the program with this number: (traits of the model, settings of the wrapper, hook,
-    operations).
-    """
+    """Return the program with this number."""
     draw = random.Random(number)
     traits = {trait for trait in TRAITS if draw.random() < 0.25}
     settings = {"bucket_cap_mb": draw.choice([None, 0.0001, 0.0002])}
@@ -172,31 +180,50 @@ def program(number):
     hook = draw.choice(["none"] * 4 + ["allreduce", "fp16", "power"])
     # It communicates several times per bucket, in gloo's threads, when nothing else may.
     if hook == "power":
-        settings["bucket_cap_mb"], traits = None, traits - {"double", "two wrappers"}
+        settings["bucket_cap_mb"] = None
         settings.pop("bucket_cap_mb_list", None)
         settings.pop("find_unused_parameters", None)
+        traits -= {"double", "two wrappers"}
     operations = [operation(draw, traits, settings) for _ in range(draw.randint(2, 7))]
-    broken = [place for place, (what, _) in enumerate(operations) if what in ("abandon", "raise")]
-    for place in range(min(broken, default=9), len(operations)):
+    is_broken = any(what in BREAKING for what, _ in operations)
+    operations = as_torch_can(operations, settings)
+    traits |= {trait for trait in NEIGHBOURS if draw.random() < 0.2}
+    # A bucket must not be touched while it is summed.
+    if settings.get("gradient_as_bucket_view"):
+        traits -= {"reads", "scales"}
+    # An unsynchronised pass finishes a broken one with torch's class alone.
+    if is_broken or not settings.get("find_unused_parameters") or settings.get("static_graph"):
+        traits -= {"spare"}
+    return Program(traits, settings, hook, operations)
+
+
+BREAKING = ("abandon", "raise")  # These leave a pass unfinished.
+
+
+def as_torch_can(operations, settings):
+    """Return the operations, with others in place of those at which torch's class goes wrong."""
+    possible = []
+    is_broken = False
+    is_late = False
+    for what, arguments in operations:
+        is_broken = is_broken or what in BREAKING
         # A pass is not finished. torch's class takes the next backward pass for it, wherever that
         # comes from; ours leaves passes in no_sync() on their rank. With torch's class a rank that
         # joins may wait forever.
-        if operations[place][0] in ("no_sync", "late backward", "join"):
-            operations[place] = ("train", ALL)
-    late = [place for place, (what, _) in enumerate(operations) if what == "late backward"]
-    for _, arguments in operations[min(late, default=9) :]:
+        if is_broken and what in ("no_sync", "late backward", "join"):
+            possible.append(("train", ALL))
+            continue
+        is_late = is_late or what == "late backward"
         # torch's class counts parameters used here as used in the next pass too, and hangs or
         # reports its own bug.
-        arguments["which"] = "ab"
+        if is_late:
+            arguments["which"] = "ab"
+        possible.append((what, arguments))
     # torch's class needs a plain first pass, and another one after copying.
     if settings.get("static_graph"):
-        operations = [("train", ALL), *(step for step in operations if step[0] != "copy")]
-    traits |= {trait for trait in NEIGHBOURS if draw.random() < 0.2}
-    if settings.get("gradient_as_bucket_view"):  # a bucket must not be touched while it is summed
-        traits -= {"reads", "scales"}
-    if broken or not settings.get("find_unused_parameters") or settings.get("static_graph"):
-        traits -= {"spare"}  # an unsynchronised pass finishes a broken one with torch's class alone
-    return traits, settings, hook, operations
+        without_copies = [(what, arguments) for what, arguments in possible if what != "copy"]
+        return [("train", ALL), *without_copies]
+    return possible
 
 
 def operation(draw, traits, settings):
@@ -442,53 +469,58 @@ def counted(first, count, reached):
 # Stage 5 is compared with one device.
 
 
+def two_branches(draw, widths):
+    """Return two models side by side, or by chance one that has a weight of the other's."""
+    inner = []
+    for _ in range(2):
+        layers = [nn.Linear(*size) for size in pairwise(widths)]
+        inner.append(nn.Sequential(*layers).double())
+    both = nn.Sequential()
+    for module in inner:
+        both.append(nn.Sequential(module, nn.Linear(widths[-1], widths[0]).double()))
+    if draw.random() < 0.3:
+        # A weight tied across two wrappers would be averaged twice.
+        both[1][1].weight = both[0][1].weight
+        return both[:1]
+    return both
+
+
+def step(draw, forward, optimizer, inputs, explodes):
+    """Take a step, after a backward pass that fails if it `explodes`."""
+    optimizer.zero_grad(set_to_none=draw.random() < 0.5)
+    if explodes:
+        try:
+            Bomb.apply(forward(inputs)).sum().backward()
+        except Explosion:
+            optimizer.zero_grad()
+    forward(inputs).square().mean().backward()
+    optimizer.step()
+
+
 def stage5_difference(number):
-    """Train a random model on random batches; return how far stage 5's weights are from one
-    device's on the whole batch.
-    """
+    """Train a random model by stage 5 and on one device; return how far the weights are apart."""
     draw = random.Random(number)
     world_size = dist.get_world_size()
     rank = dist.get_rank()
     torch.manual_seed(number)
     widths = [draw.randint(1, 9) for _ in range(draw.randint(2, 5))]
-    pair = []
-    for _ in range(2):
-        layers = [nn.Linear(*size) for size in pairwise(widths)]
-        pair.append(nn.Sequential(*layers).double())
-    both = nn.Sequential()
-    for module in pair:
-        both.append(nn.Sequential(module, nn.Linear(widths[-1], widths[0]).double()))
-    if draw.random() < 0.3:
-        # A weight tied across two wrappers would be averaged twice.
-        both[1][1].weight = both[0][1].weight
-        both = both[:1]
+    both = two_branches(draw, widths)
     alone = copy.deepcopy(both)
     all_reduce = draw.choice([ring_all_reduce, *EVERY.values()])
     cap = draw.choice([25.0, 0.0001, 0.0003])
     wrapped = [BucketedDDP(module, cap, all_reduce=all_reduce) for module in both]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (both, alone)]
-    for step in range(draw.randint(1, 4)):
-        whole = torch.randn(
-            2 * world_size, widths[0], generator=torch.Generator().manual_seed(step)
-        ).double()
-        bomb = draw.random() < 0.2
-        for forward, optimizer, inputs in (
-            (nn.Sequential(*wrapped), optimizers[0], whole[rank::world_size]),
-            (alone, optimizers[1], whole),
-        ):
-            optimizer.zero_grad(set_to_none=draw.random() < 0.5)
-            if bomb:
-                try:
-                    Bomb.apply(forward(inputs)).sum().backward()
-                except Explosion:
-                    optimizer.zero_grad()
-            forward(inputs).square().mean().backward()
-            optimizer.step()
-    error = max(
-        (a - b).abs().max().item()
-        for a, b in zip(both.parameters(), alone.parameters(), strict=True)
-    )
-    return f"stage 5 is off by {error:.2g}" if error > 1e-12 else None
+    optimizer = torch.optim.SGD(both.parameters(), lr=0.05, momentum=0.9)
+    optimizer_alone = torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
+    for place in range(draw.randint(1, 4)):
+        generator = torch.Generator().manual_seed(place)
+        whole = torch.randn(2 * world_size, widths[0], generator=generator).double()
+        explodes = draw.random() < 0.2
+        step(draw, nn.Sequential(*wrapped), optimizer, whole[rank::world_size], explodes)
+        step(draw, alone, optimizer_alone, whole, explodes)
+    errors = []
+    for parameter, expected in zip(both.parameters(), alone.parameters(), strict=True):
+        errors.append((parameter - expected).abs().max().item())
+    return f"stage 5 is off by {max(errors):.2g}" if max(errors) > 1e-12 else None
 
 
 # The collectives are compared with dist.all_reduce.

@@ -103,46 +103,59 @@ class Net(torch.nn.Module):
         return self.chain(inputs)
 
 
-def drawn(seed, stage):
-    """Return the program of this seed for a stage, as plain data."""
-    chance = random.Random(f"{seed} {stage}")
-    kinds = [
-        "linear",
-        "linear",
-        "norm",
-        "tanh",
-        "relu in place",
-        "float32",
-        "one parameter",
-        "sometimes",
-    ]
-    kinds += ["twice", "normalised"]
-    layers = ["linear", "linear", *chance.choices(kinds, k=chance.randrange(3, 7)), "linear"]
+# A linear layer is twice as likely as others.
+KINDS = (
+    "linear",
+    "linear",
+    "norm",
+    "tanh",
+    "relu in place",
+    "float32",
+    "one parameter",
+    "sometimes",
+    "twice",
+    "normalised",
+)
+CLIPS = (None, None, (0.1, 2.0), (0.02, float("inf")), (0.5, 1.0), (1e6, 2.0))
+BOOMS = (None, None, None, "forward", "backward", "hook")
+
+
+def drawn_layers(chance):
+    """Return the kinds of the layers of a program."""
+    layers = ["linear", "linear", *chance.choices(KINDS, k=chance.randrange(3, 7)), "linear"]
     # Some layers need their output in backward.
     for index, (before, kind) in enumerate(pairwise(layers), 1):
         if kind == "relu in place" and before in ("tanh", "relu in place", "sometimes"):
             layers[index] = "linear"
+    return layers
+
+
+def drawn_step(chance, stage):
+    """Return what happens in a step of a program."""
+    step = {
+        "passes": chance.choice([1, 1, 2, 3]),
+        "evaluate": chance.random() < 0.2,
+        "clip": chance.choice(CLIPS),
+        "left out": chance.random() < 0.1,
+        "boom": None,
+    }
+    if stage != "8":
+        step["boom"] = chance.choice(BOOMS)
+    step["reload"] = chance.random() < 0.2
+    return step
+
+
+def drawn(seed, stage):
+    """Return the program of this seed for a stage, as plain data."""
+    chance = random.Random(f"{seed} {stage}")
+    layers = drawn_layers(chance)
     # All ranks must run the same blocks.
     blocks = [] if "sometimes" in layers else chance.choice([None, []])
     if stage == "7" and blocks == []:  # a block has parameters of one dtype
         for index, kind in enumerate(layers):
             if kind == "float32":
                 layers[index] = "linear"
-    clips = [None, None, (0.1, 2.0), (0.02, float("inf")), (0.5, 1.0), (1e6, 2.0)]
-    booms = [None, None, None, "forward", "backward", "hook"]
-    steps = []
-    for _ in range(chance.randrange(2, 6)):
-        step = {
-            "passes": chance.choice([1, 1, 2, 3]),
-            "evaluate": chance.random() < 0.2,
-            "clip": chance.choice(clips),
-            "left out": chance.random() < 0.1,
-            "boom": None,
-        }
-        if stage != "8":
-            step["boom"] = chance.choice(booms)
-        step["reload"] = chance.random() < 0.2
-        steps.append(step)
+    steps = [drawn_step(chance, stage) for _ in range(chance.randrange(2, 6))]
     return {
         "seed": seed,
         "layers": layers,

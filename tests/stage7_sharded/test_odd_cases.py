@@ -1,8 +1,9 @@
-"""A sharded model beside others: two wrappers in one backward pass, torch's own optimizers and
-wrappers, buffers.
-"""
+"""A sharded model beside others: two wrappers at once, torch's own ways to shard, and buffers."""
 
 import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -54,63 +55,99 @@ KINDS = {
 }
 
 
-def beside_torch(name):
-    """Return weights after accumulated steps: of torch's ZeroRedundancyOptimizer under its DDP, of
-    torch's fully_shard, and ours.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+class Way(NamedTuple):
+    """A way of sharding: what a loop calls, what it steps, and how it clips gradients."""
+
+    forward: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    clip: Callable
+
+
+def frozen_model():
+    """Return a model with a weight that is not trained."""
+    model = tiny_model()
+    model[2].weight.requires_grad_(False)
+    return model
+
+
+def trainable(model):
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def clip_by_torch(model):
+    """Return a function that clips the gradients of a model as torch's users do."""
+    return partial(torch.nn.utils.clip_grad_norm_, model.parameters())
+
+
+def train_in_micro_batches(way):
+    """Train with gradients of two micro-batches, clipped, at a learning rate that falls."""
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(way.optimizer, 4)
+    for inputs, targets in tiny_batches(*place()):
+        way.optimizer.zero_grad()
+        for x, y in zip(inputs.tensor_split(2), targets.tensor_split(2), strict=True):
+            cross_entropy(way.forward(x), y).backward()
+        way.clip(max_norm=0.2)
+        way.optimizer.step()
+        schedule.step()
+
+
+def torchs_zero_1(kind, settings):
+    """Return the weights after torch's ZeroRedundancyOptimizer under its DDP."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
+    model = frozen_model()
+    parallel = DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(trainable(parallel), kind, **settings)
+    train_in_micro_batches(Way(parallel, optimizer, clip_by_torch(parallel)))
+    return weights(model)
+
+
+def our_zero_1(kind, settings):
+    model = frozen_model()
+    optimizer = ShardedOptimizer(trainable(model), kind, **settings)
+    train_in_micro_batches(Way(model, optimizer, optimizer.clip_grad_norm_))
+    return weights(model)
+
+
+def torchs_fully_shard(kind, settings):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = frozen_model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (model[0], model[4], model):
+        fully_shard(part, mesh=mesh)
+    optimizer = kind(trainable(model), **settings)
+    train_in_micro_batches(Way(model, optimizer, clip_by_torch(model)))
+    whole = [parameter.full_tensor().detach().reshape(-1) for parameter in model.parameters()]
+    return torch.cat(whole)
+
+
+def our_sharding(kind, settings):
+    model = frozen_model()
+    parallel = FullyShardedDataParallel(model)
+    optimizer = kind(trainable(parallel), **settings)
+    train_in_micro_batches(Way(parallel, optimizer, parallel.clip_grad_norm_))
+    parallel.restore()
+    return weights(model)
+
+
+def beside_torch(name):
+    """Return the weights after each way of sharding, ours and torch's."""
     warnings.simplefilter("ignore")
     kind, settings = KINDS[name]
-    models = {way: tiny_model() for way in ("zero", "7o", "fully_shard", "7")}
-    for model in models.values():
-        model[2].weight.requires_grad_(False)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    forward = dict(models)
-    forward["zero"] = DistributedDataParallel(models["zero"])
-    for layer in [models["fully_shard"][0], models["fully_shard"][4], models["fully_shard"]]:
-        fully_shard(layer, mesh=mesh)
-    forward["7"] = FullyShardedDataParallel(models["7"])
-    trainable = {}
-    for way in models:
-        trainable[way] = [p for p in forward[way].parameters() if p.requires_grad]
-    optimizers = {
-        "zero": ZeroRedundancyOptimizer(trainable["zero"], kind, **settings),
-        "7o": ShardedOptimizer(trainable["7o"], kind, **settings),
-        "fully_shard": kind(trainable["fully_shard"], **settings),
-        "7": kind(trainable["7"], **settings),
-    }
-    for way, optimizer in optimizers.items():
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
-        for inputs, targets in tiny_batches(*place()):
-            optimizer.zero_grad()
-            for x, y in zip(inputs.tensor_split(2), targets.tensor_split(2), strict=True):
-                cross_entropy(forward[way](x), y).backward()
-            if way == "7":
-                forward[way].clip_grad_norm_(0.2)
-            elif way == "7o":
-                optimizer.clip_grad_norm_(0.2)
-            else:
-                torch.nn.utils.clip_grad_norm_(forward[way].parameters(), 0.2)
-            optimizer.step()
-            schedule.step()
-    whole = torch.cat(
-        [p.full_tensor().detach().reshape(-1) for p in models["fully_shard"].parameters()]
-    )
-    forward["7"].restore()
-    ends = {way: weights(model) for way, model in models.items() if way != "fully_shard"}
-    return {**ends, "fully_shard": whole}
+    ways = (torchs_zero_1, our_zero_1, torchs_fully_shard, our_sharding)
+    return {way.__name__: way(kind, settings) for way in ways}
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_beside_torchs_own_with_accumulation_clipping_and_schedules(name):
     for ways in launch(beside_torch, name, world_size=2):
         for way, result in ways.items():
-            assert (result - ways["zero"]).abs().max() < 1e-8, way
-        assert (ways["7"] - weights(tiny_model())).abs().max() > 1e-3, "nothing was trained"
+            assert (result - ways["torchs_zero_1"]).abs().max() < 1e-8, way
+        moved = ways["our_sharding"] - weights(tiny_model())
+        assert moved.abs().max() > 1e-3, "nothing was trained"
 
 
 def buffers():
@@ -118,9 +155,8 @@ def buffers():
     parallel = FullyShardedDataParallel(
         torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
     )
-    parallel(
-        torch.randn(8, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
-    ).sum().backward()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    parallel(torch.randn(8, 3, generator=generator)).sum().backward()
     return parallel.state_dict()["0.running_mean"]
 
 

@@ -1,5 +1,7 @@
-"""What the tests hold results against: rank-distinct inputs, the exact answer, and the bound on
-rounding.
+"""What tests hold results against: inputs that differ on each rank, exact answers, and a bound.
+
+The bound is on rounding: a sum of K numbers may be off by 2 (K-1) u times the sum of magnitudes,
+where u is the unit roundoff. Source: Higham, "Accuracy and stability of numerical algorithms", 4.2.
 """
 
 import torch
@@ -27,9 +29,7 @@ def rank_tensor(rank, shape, dtype=torch.float32, seed=0):
 
 
 def assert_all_equal_sum(results, world_size, shape, dtype, seed=0):
-    """Assert that every rank's result is the sum over the ranks' tensors, within 2 (K-1) u times
-    the sum of magnitudes.
-    """
+    """Assert that every rank's result is the sum over the ranks' tensors, but for rounding."""
     inputs = torch.stack(
         [rank_tensor(rank, shape, dtype, seed).double() for rank in range(world_size)]
     )
@@ -37,9 +37,8 @@ def assert_all_equal_sum(results, world_size, shape, dtype, seed=0):
 
 
 def assert_all_equal_mean(results, world_size, shape, dtype, seed=0):
-    """Assert that every rank's result is the mean; allow two more roundings, for the factor 1/K and
-    the product with it.
-    """
+    """Assert that every rank's result is the mean over the ranks' tensors, but for rounding."""
+    # The factor 1/K and the product with it are rounded, too: this counts as one rank more.
     inputs = torch.stack(
         [rank_tensor(rank, shape, dtype, seed).double() for rank in range(world_size)]
     )
@@ -47,9 +46,7 @@ def assert_all_equal_mean(results, world_size, shape, dtype, seed=0):
 
 
 def assert_close_to(results, expected, magnitude, world_size, dtype):
-    """Assert the error bound of DESIGN: 2 (K-1) u Σ|gᵢ| for each element; integers must be
-    exact.
-    """
+    """Assert that each element is within 2 (K-1) u Σ|gᵢ|; integers must be exact."""
     bound = 2 * max(1, world_size - 1) * UNIT_ROUNDOFF.get(dtype, 0) * magnitude
     for rank, result in enumerate(results):
         error = (result.double() - expected).abs()
@@ -58,9 +55,7 @@ def assert_close_to(results, expected, magnitude, world_size, dtype):
 
 
 def tiny_model(seed=0, dtype=torch.float64):
-    """Return a net with parameters of odd sizes, 1,043 in all, so that chunks and buckets are
-    uneven.
-    """
+    """Return a net with parameters of odd sizes, 1,043 in all: chunks and buckets are uneven."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         layers = [

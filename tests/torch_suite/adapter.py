@@ -2,6 +2,8 @@
 
 import contextlib
 import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -12,10 +14,16 @@ from ddp_course.stage6_ddp.buckets import MIB
 from ddp_course.stage6_ddp.buffers import broadcast_tensors
 
 
+class BufferHook(NamedTuple):
+    """A function that synchronises buffers, `before` the forward pass or else after it."""
+
+    function: Callable
+    state: Any
+    before: bool
+
+
 class WithPrivateNames(DistributedDataParallel):
-    """Ten names with an underscore, bucket_bytes_cap_list, warnings of old names, and optimizers
-    inside backward.
-    """
+    """Stage 6 with ten private names, warnings of old names, and optimizers inside backward."""
 
     buffer_hook = None
     clones_outputs = True
@@ -42,11 +50,13 @@ class WithPrivateNames(DistributedDataParallel):
         self.make_reducer()
 
     def make_reducer(self):
-        """Make a reducer that excuses two of torch's tests: one trains its module by itself while
-        the wrapper waits, the other has the wrapper compute with other tensors.
+        """Make a reducer that excuses two of torch's tests.
+
+        One trains its module by itself while the wrapper waits, the other has the wrapper compute
+        with other tensors.
         """
         super().make_reducer()
-        self.inventory.check = lambda: None
+        self.inventory.check = do_nothing
         begin = self.reducer.begin_unseen
 
         def begin_or_leave_local(index):
@@ -60,8 +70,9 @@ class WithPrivateNames(DistributedDataParallel):
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
 
     def take_over_optimizers(self):
-        """Have optimizers of `_apply_optimizer_in_backward` step on averages, not on each rank's
-        own gradients.
+        """Have optimizers of `_apply_optimizer_in_backward` step on averages.
+
+        By themselves they would step on each rank's own gradients.
         """
         reducer = self.reducer
         finish = self.reducer.finish
@@ -84,7 +95,7 @@ class WithPrivateNames(DistributedDataParallel):
         self.clones_outputs = val
 
     def _remove_autograd_hooks(self):
-        self.reducer.gradient_ready = lambda index: None
+        self.reducer.gradient_ready = do_nothing
 
     def _default_broadcast_coalesced(self, bufs=None, bucket_size=None, authoritative_rank=0):
         broadcast_tensors(bufs, authoritative_rank, self.process_group)
@@ -102,7 +113,7 @@ class WithPrivateNames(DistributedDataParallel):
 
     def _register_buffer_comm_hook(self, state, hook, comm_hook_location=None):
         before = comm_hook_location is not None and comm_hook_location.name == "PRE_FORWARD"
-        self.buffer_hook = hook, state, before
+        self.buffer_hook = BufferHook(hook, state, before)
 
     def sync_model(self, src, with_buffers):
         self._authoritative_rank = src
@@ -111,15 +122,16 @@ class WithPrivateNames(DistributedDataParallel):
     def sync_buffers(self, src=None):
         if self.buffer_hook is None:
             super().sync_buffers(src)
-        elif self.buffer_hook[2]:
+        elif self.buffer_hook.before:
             self.run_buffer_hook()
 
     def forward(self, *inputs, **kwargs):
         if not self.started:
             self.started = True
             self.take_over_optimizers()
-        hook_is_due = self.syncs_buffers() and self.buffer_hook and not self.buffer_hook[2]
-        clone = torch.Tensor.clone if self.clones_outputs else lambda tensor: tensor
+        hook = self.buffer_hook
+        hook_is_due = self.syncs_buffers() and hook and not hook.before
+        clone = torch.Tensor.clone if self.clones_outputs else as_it_is
         with patch.object(torch.Tensor, "clone", clone):
             outputs = super().forward(*inputs, **kwargs)
         if hook_is_due:
@@ -127,6 +139,15 @@ class WithPrivateNames(DistributedDataParallel):
         return outputs
 
     def run_buffer_hook(self):
-        hook, state, _ = self.buffer_hook
-        for future in hook(state, self.named_buffers_in_sync()) or []:
+        hook = self.buffer_hook
+        for future in hook.function(hook.state, self.named_buffers_in_sync()) or []:
             future.wait()
+
+
+def do_nothing(*arguments):
+    """Take the place of a method that torch's tests want to be without."""
+
+
+def as_it_is(tensor):
+    """Take the place of `Tensor.clone` where outputs are not to be copied."""
+    return tensor

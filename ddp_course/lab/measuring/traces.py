@@ -8,11 +8,18 @@ import gzip
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .timeline import Span
 
 TWO_A100S = Path(__file__).with_name("facts") / "resnet50_ddp_2xa100_rank0.json.gz"
+
+
+class Reduced(NamedTuple):
+    """An all-reduce of a trace, and how many numbers it sums."""
+
+    span: Span
+    numbers: int
 
 
 @dataclass(frozen=True)
@@ -20,13 +27,12 @@ class Step:
     """One step of one rank, with times in seconds since it began on the processor.
 
     `gpu` has a span for each kernel, those of NCCL in the lane "network". `processor` has the
-    passes as the processor's threads ran them. `reduced` has each all-reduce, and how many numbers
-    it sums.
+    passes as the processor's threads ran them. `reduced` has each all-reduce.
     """
 
     gpu: list[Span]
     processor: list[Span]
-    reduced: list[tuple[Span, int]]
+    reduced: list[Reduced]
     seconds: float
 
     def seconds_in(self, lane: str) -> float:
@@ -85,7 +91,7 @@ def _step(events, begin, end):
         if "nccl" in event["name"].lower():
             gpu.append(_span(event, "communication", begin, "network"))
             if args.get("Collective name") == "allreduce":
-                reduced.append((gpu[-1], args["In msg nelems"]))
+                reduced.append(Reduced(gpu[-1], args["In msg nelems"]))
         else:
             # A kernel belongs to the pass that launched it, or to the forward pass.
             names = [span.name for span in processor if span.start <= launch < span.end]

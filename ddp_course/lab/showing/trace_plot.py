@@ -38,15 +38,15 @@ def trace(path: str | Path | None = None, step: int = 0) -> Picture:
             draw_lane(axes, 0, recorded.processor)
             draw_lane(axes, 1, recorded.gpu)
             name_rows(axes, ["processor", "GPU"])
-        for number, (span, count) in enumerate(recorded.reduced):
+        for number, reduced in enumerate(recorded.reduced):
             # Three heights in turn: numbers side by side do not cover each other.
             height = 1.62 + 0.25 * (number % 3)
-            whole.annotate(f"{count:,}", (1000 * span.start, height), fontsize=9)
+            place = (1000 * reduced.span.start, height)
+            whole.annotate(f"{reduced.numbers:,}", place, fontsize=9)
         # Without an all-reduce the lower panel shows the middle of the step.
         shown_ms = step_ms / 2
         if recorded.reduced:
-            first, _ = recorded.reduced[0]
-            shown_ms = 1000 * first.start
+            shown_ms = 1000 * recorded.reduced[0].span.start
         whole.set(xlim=(0, step_ms), ylim=(2.2, -0.6))
         whole.set_xlabel("numbers: elements in each all-reduce", fontsize=9)
         part.set(xlim=(shown_ms - BEFORE_MS, shown_ms + AFTER_MS), xlabel="time (ms)")

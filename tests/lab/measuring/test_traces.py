@@ -20,7 +20,7 @@ def test_the_two_a100s_reduce_the_buckets_of_stage_5():
     steps = traces.read()
     assert len(steps) == 3
     for step in steps:
-        assert [numbers for _, numbers in step.reduced] == ours
+        assert [reduced.numbers for reduced in step.reduced] == ours
         assert 1000 * step.seconds_in("compute") == pytest.approx(38.5, abs=0.3)
         assert 1000 * step.seconds == pytest.approx(222, abs=3)
 
@@ -33,13 +33,16 @@ def test_what_the_lessons_say_of_the_second_step():
     assert 1e6 * statistics.median(span.seconds for span in kernels) == pytest.approx(16, abs=0.5)
     gaps = [after.start - before.end for before, after in pairwise(kernels)]
     assert 1e6 * statistics.median(gaps) == pytest.approx(105, abs=0.5)
+    all_reduces = [reduced.span for reduced in step.reduced]
     beside = []
-    for sum_, _ in step.reduced:
-        beside.append(sum(each.start < sum_.end and sum_.start < each.end for each in kernels))
+    for each in all_reduces:
+        together = [span for span in kernels if span.start < each.end and each.start < span.end]
+        beside.append(len(together))
     assert beside == [14, 17, 15, 11, 0]
-    assert all(2 < 1000 * sum_.seconds < 2.7 for sum_, _ in step.reduced)
-    last, _ = step.reduced[-1]
-    assert last.start > max(span.end for span in step.processor if span.name == "backward")
+    assert all(2 < 1000 * each.seconds < 2.7 for each in all_reduces)
+    assert all_reduces[-1].start > max(
+        span.end for span in step.processor if span.name == "backward"
+    )
 
 
 def event(category, name, start, duration, **more):
@@ -48,8 +51,9 @@ def event(category, name, start, duration, **more):
 
 
 def write_trace(path, steps=True):
-    """Write a trace of two steps, of 100 us each; the second one's first kernel runs late, and one
-    of the first step runs in its time.
+    """Write a trace of two steps, of 100 us each, and return its path.
+
+    The second step's first kernel runs late, and one of the first step runs in its time.
     """
     sent = {"Collective name": "allreduce", "In msg nelems": 12}
     events = [
@@ -83,9 +87,9 @@ def test_a_trace_of_ones_own_is_read_by_the_step_that_launched_a_kernel(tmp_path
         ("communication", "network"),
         ("update", "compute"),
     ]
-    [(sum_, numbers)] = first.reduced
-    assert numbers == 12
-    assert sum_.start == pytest.approx(70e-6)
+    (reduced,) = first.reduced
+    assert reduced.numbers == 12
+    assert reduced.span.start == pytest.approx(70e-6)
     assert [span.name for span in first.processor] == ["backward", "update"]
     assert len(second.gpu) == 1
     assert second.seconds_in("compute") == pytest.approx(5e-6)

@@ -1,6 +1,4 @@
-"""Figures, sketches, sources and widgets: what they show is right, can be read, and says so in
-words.
-"""
+"""Figures, sketches, sources and widgets: what they show is right, and can be read."""
 
 import ast
 import io
@@ -32,45 +30,55 @@ from manyranks.orders.verdict import Event, judge
 SMALLEST_FONT = 9  # In points: smaller letters cannot be read where a notebook shows the figure.
 
 
-def compare_results(stages=("1", "2", "3", "4w", "4", "5", "torch"), world_size=4):
-    names = {
-        "1": "single device",
-        "2": "DataParallel",
-        "3": "parameter server",
-        "4w": "whole-gradient ring",
-        "4": "ring",
-        "5": "bucketed DDP",
-        "torch": "torch's DDP",
-    }
-    spans = [
-        ["forward", 0, 0.002, "compute"],
-        ["backward", 0.002, 0.01, "compute"],
-        ["wait", 0.008, 0.01, "compute"],
-        ["communication", 0.004, 0.01, "network"],
-        ["update", 0.01, 0.011, "compute"],
-    ]
-    p = 337_000
+NAMES = {
+    "1": "single device",
+    "2": "DataParallel",
+    "3": "parameter server",
+    "4w": "whole-gradient ring",
+    "4": "ring",
+    "5": "bucketed DDP",
+    "torch": "torch's DDP",
+}
+SPANS = [
+    ["forward", 0, 0.002, "compute"],
+    ["backward", 0.002, 0.01, "compute"],
+    ["wait", 0.008, 0.01, "compute"],
+    ["communication", 0.004, 0.01, "network"],
+    ["update", 0.01, 0.011, "compute"],
+]
+GRADIENT_BYTES = 337_000
+
+
+def stage_result(stage, place, world_size):
+    """Return what a comparison has of a stage; `place` is its place in the table."""
+    of_one_process = stage in ("1", "2")
+    lanes = 1 if of_one_process else world_size
+    # torch's class sends by itself, where nobody counts.
+    sent = GRADIENT_BYTES * (1 + place)
+    if of_one_process or stage == "torch":
+        sent = None
+    return StageResult(
+        stage=stage,
+        name=NAMES[stage],
+        step_ms=10.0 + 7 * place,
+        communication_ms=3.0 * place,
+        bytes_sent_max=sent,
+        bytes_received_max=sent,
+        messages_max=6,
+        speed_up=1.0 + place,
+        bytes_formula=None if of_one_process else GRADIENT_BYTES,
+        loss=[2.3 / (1 + step) for step in range(12)],
+        max_abs_diff_vs_single=1e-7 * place,
+        evaluation=None,
+        timeline=[SPANS] * lanes,
+    )
+
+
+def compare_results(stages=tuple(NAMES), world_size=4):
+    """Return a comparison of these stages."""
     results = []
     for place, stage in enumerate(stages):
-        sent = None if stage in "12torch" else p * (1 + place)
-        lanes = 1 if stage in "12" else world_size
-        results.append(
-            StageResult(
-                stage=stage,
-                name=names[stage],
-                step_ms=10.0 + 7 * place,
-                communication_ms=3.0 * place,
-                bytes_sent_max=sent,
-                bytes_received_max=sent,
-                messages_max=6,
-                speed_up=1.0 + place,
-                bytes_formula=None if stage in "12" else p,
-                loss=[2.3 / (1 + step) for step in range(12)],
-                max_abs_diff_vs_single=1e-7 * place,
-                evaluation=None,
-                timeline=[spans] * lanes,
-            )
-        )
+        results.append(stage_result(stage, place, world_size))
     return Comparison(
         world_size=world_size,
         steps=12,
@@ -80,8 +88,8 @@ def compare_results(stages=("1", "2", "3", "4w", "4", "5", "torch"), world_size=
         device="cpu",
         backend="gloo",
         problem="digits",
-        parameters=p // 4,
-        gradient_bytes=p,
+        parameters=GRADIENT_BYTES // 4,
+        gradient_bytes=GRADIENT_BYTES,
         emulated_device=None,
         link={"bandwidth_bits_s": 2e8, "mode": "hosts"},
         stages=results,

@@ -162,13 +162,17 @@ def stops_and_starts_anew(walk):
     walk.cell("show.predict(").locator("input[type=radio]").nth(2).click()
     assert "You guessed 2. The answer: 3.8" in walk.run("guess.reveal(")
     walk.look("revealed")
+    moves_a_slider_after_a_restart(walk)
+
+
+def moves_a_slider_after_a_restart(walk):
+    """Move a slider twice: the last position is drawn."""
     walk.run("strategies_explorer")
     explorer = walk.cell("strategies_explorer")
     explorer.locator(".noUi-handle").first.focus()
     walk.page.keyboard.press("ArrowLeft")
     walk.page.keyboard.press("ArrowLeft")
     walk.look("drawing")
-    # After a restart, too, the last position is drawn.
     last = explorer.locator(".widget-html-content").filter(has_text="p/b is 0.5 %")
     last.wait_for(timeout=120_000, state="attached")
     drawing = explorer.get_by_text("drawing …")

@@ -8,16 +8,27 @@ pixels and 1,000 classes.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from ....job import Layer, Profile
 
-# A network has the blocks of each stage, the groups of a block's middle convolution, and the width
-# of a group at the first stage.
+
+class Shape(NamedTuple):
+    """The blocks of a network's stages, and the groups of a block's middle convolution.
+
+    `group_width` is the width of a group at the first stage.
+    """
+
+    blocks: tuple[int, ...]
+    groups: int
+    group_width: int
+
+
 SHAPES = {
-    "resnet50": ((3, 4, 6, 3), 1, 64),
-    "resnet101": ((3, 4, 23, 3), 1, 64),
-    "resnext50": ((3, 4, 6, 3), 32, 4),
-    "resnext101": ((3, 4, 23, 3), 32, 8),
+    "resnet50": Shape((3, 4, 6, 3), groups=1, group_width=64),
+    "resnet101": Shape((3, 4, 23, 3), groups=1, group_width=64),
+    "resnext50": Shape((3, 4, 6, 3), groups=32, group_width=4),
+    "resnext101": Shape((3, 4, 23, 3), groups=32, group_width=8),
 }
 
 
@@ -26,19 +37,19 @@ def layers(name: str) -> Iterator[tuple[int, int]]:
 
     The layers are in forward order, and a convolution counts with its batch normalisation.
     """
-    blocks, groups, group_width = SHAPES[name]
+    shape = SHAPES[name]
     yield _convolution(3, 64, kernel=7, side=112)
     channels = 64
     side = 56  # A pooling layer without parameters has halved the picture.
-    for stage, count in enumerate(blocks):
-        middle = groups * group_width * 2**stage
+    for stage, count in enumerate(shape.blocks):
+        middle = shape.groups * shape.group_width * 2**stage
         out = 256 * 2**stage
         for block in range(count):
             yield _convolution(channels, middle, kernel=1, side=side)
             # The middle convolution of a first block halves the picture, except in the first stage.
             if block == 0 and stage > 0:
                 side //= 2
-            yield _convolution(middle, middle, kernel=3, side=side, groups=groups)
+            yield _convolution(middle, middle, kernel=3, side=side, groups=shape.groups)
             yield _convolution(middle, out, kernel=1, side=side)
             # The first block's shortcut changes the channels.
             if block == 0:
