@@ -8,6 +8,7 @@
 # `hint("6.1", 2)` the next.
 # %% imports
 import os
+from itertools import combinations
 
 import torch
 import torch.distributed as dist
@@ -96,7 +97,8 @@ check("6.3", share_buffers)
 # *5 minutes · easy*
 #
 # Send half the bytes: average a float32 gradient over the ranks, but let it travel in float16. Some gradients are as
-# large as 60,000, and float16 ends at 65,504. Return the average in float32.
+# large as 60,000, and float16 ends at 65,504. Return the average in float32. `flat` itself may become the average, or else stays
+# as it is.
 # %% answer-6-4
 def compressed_average(flat, all_reduce, world_size):
     """Return the mean of `flat` over the ranks in float32; `all_reduce(tensor)` sums a float16 tensor in place."""
@@ -174,15 +176,16 @@ check("6.5", main)
 # | `weights[rank]` | a sum over all weights at the end |
 # | `saved[rank]` | names of the tensors that a rank wrote to its checkpoint; empty if it wrote none |
 #
-# Say which mistakes were made. The last samples of an epoch may be dealt twice, to fill up: this is not a mistake. If all
-# ranks train on the same samples, and in the same order in all epochs, these are two mistakes.
+# Say which mistakes were made. A mistake of one rank is a mistake: that two ranks train on the same samples is enough, or that
+# one rank has the same order in both epochs. The last samples of an epoch may be dealt twice, to fill up: this is not a mistake. If
+# all ranks train on the same samples, and in the same order in all epochs, these are two mistakes.
 # %% answer-6-6
 def mistakes(samples, weights, saved):
     """Return a set of words: "sampler", "epoch", "wrapper", "writers", "names"; empty if all is well."""
     ### BEGIN SOLUTION
     words = set()
     first = [set(rank[0]) for rank in samples]
-    if any(len(first[0] & other) > len(samples) for other in first[1:]):
+    if any(len(one & other) > len(samples) for one, other in combinations(first, 2)):
         words.add("sampler")
     if any(rank[0] == rank[1] for rank in samples):
         words.add("epoch")

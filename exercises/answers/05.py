@@ -922,7 +922,7 @@ def explain_figure():
 #- return text, "ABC"
 #+ return "because " * 20 + "4", "A"
 
-# %% 5.9 told: lazy, all is ticked | 3 points in 23 different words
+# %% 5.9 told: lazy, all is ticked | 3 points in 18 different words
 def explain_figure():
     return 'At 0.001 MiB there are 31 buckets, and each pays six latencies of 1 ms, 186 ms in all, which backward cannot hide.', "ABC"
 
@@ -941,3 +941,19 @@ def explain_figure():
 # %% 5.9 told: another letter | 'X' is none of A, B and C
 #- return text, "ABC"
 #+ return text, "AX"
+
+# %% 5.9 right: small letters, with commas
+#- "ABC"
+#+ "a, b, c"
+
+# %% 5.9 told: lazy, numbers and letters for words | at least twelve different words
+#- return text, "ABC"
+#+ return "1 2 3 4 5 6 7 8 9 10 11 12 A B C D E F G H I J K L", "A"
+
+# %% 5.9 told: numbers in words | in digits, such as 25 %
+#- return text, "ABC"
+#+ return "The curve rises on the left, since each of the thirty messages pays a latency of one millisecond.", "A"
+
+# %% 5.9 told: only the number of a name | in digits, such as 25 %
+#- return text, "ABC"
+#+ return "The other curve does not rise on the left, because equally many float32 numbers travel in either case.", "C"

@@ -456,6 +456,25 @@ def compressed_average(flat, all_reduce, world_size):
     all_reduce(mean)
     return mean.half().float()
 
+# %% 6.4 told: lazy, half of the gradient | numbers travel: hand over the whole gradient
+#- all_reduce(compressed)
+#+ all_reduce(compressed[: len(compressed) // 2])
+
+# %% 6.4 wrong: in two pieces | one all_reduce, of the whole gradient, was expected
+#- all_reduce(compressed)
+#+ all_reduce(compressed[:20])
+#+     all_reduce(compressed[20:])
+
+# %% 6.4 told: lazy, divided in place | it holds neither the gradient nor the mean
+#- compressed = (flat / world_size).half()
+#+ flat /= world_size
+#+     compressed = flat.half()
+
+# %% 6.4 told: what all_reduce returns | what sums in place returns nothing
+#-     all_reduce(compressed)
+#-     return compressed.float()
+#+     return all_reduce(compressed).float()
+
 # %% 6.5 right: a share by hand
 def main(folder, wrap, model, data, epochs):
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -584,13 +603,16 @@ def main(folder, wrap, model, data, epochs):
     for parameter in model.parameters():
         dist.broadcast(parameter.data, 0)
 
-# %% 6.6 right: pairs of ranks
+# %% 6.6 right: how often each sample is seen
+from collections import Counter
+
+
 def mistakes(samples, weights, saved):
     words = []
-    both = set(samples[0][0]) & set(samples[1][0])
-    if len(both) > 2:
+    seen = Counter(sample for rank in samples for sample in rank[0])
+    if sum(count - 1 for count in seen.values()) >= len(samples):
         words.append("sampler")
-    if samples[0][0] == samples[0][1]:
+    if not all(rank[0] != rank[1] for rank in samples):
         words.append("epoch")
     if max(weights) > min(weights):
         words.append("wrapper")
@@ -603,9 +625,10 @@ def mistakes(samples, weights, saved):
 
 # %% 6.6 right: a dict of conditions
 def mistakes(samples, weights, saved):
+    shares = [set(first) for first, _ in samples]
     told = {
-        "sampler": sorted(samples[0][0]) == sorted(samples[-1][0]),
-        "epoch": samples[-1][0] == samples[-1][1],
+        "sampler": any(len(a & b) > len(a) / 2 for i, a in enumerate(shares) for b in shares[:i]),
+        "epoch": any(first == second for first, second in samples),
         "wrapper": len(set(weights)) > 1,
         "writers": len([names for names in saved if names]) > 1,
         "names": max(saved)[0].startswith("module."),
@@ -613,8 +636,40 @@ def mistakes(samples, weights, saved):
     return {word for word, true in told.items() if true}
 
 # %% 6.6 wrong: lazy, any sample twice | the ranks' samples differ, but for one or two that fill up the last round
-#- len(first[0] & other) > len(samples)
-#+ first[0] & other
+#- len(one & other) > len(samples)
+#+ one & other
+
+# %% 6.6 wrong: lazy, rank 0 with the others | two ranks that see the same samples are enough, whichever they are: compare each rank with every other one
+#- for one, other in combinations(first, 2)):
+#+ for one, other in zip(first[:1] * len(first), first[1:])):
+
+# %% 6.6 wrong: lazy, the first two ranks only | two ranks that see the same samples are enough, whichever they are: compare each rank with every other one
+#- for one, other in combinations(first, 2)):
+#+ for one, other in [first[:2]]):
+
+# %% 6.6 wrong: neighbours only | two ranks that see the same samples are enough, whichever they are: compare each rank with every other one
+#- combinations(first, 2)):
+#+ zip(first, first[1:])):
+
+# %% 6.6 wrong: the first and the last rank's samples | two ranks that see the same samples are enough, whichever they are: compare each rank with every other one
+#- combinations(first, 2)):
+#+ [(first[0], first[-1])]):
+
+# %% 6.6 wrong: lazy, all ranks have the same samples | two ranks that see the same samples are enough, whichever they are: compare each rank with every other one
+#- any(len(one & other) > len(samples) for one, other in combinations(first, 2)):
+#+ all(len(one & other) > len(samples) for one, other in combinations(first, 2)):
+
+# %% 6.6 wrong: lazy, epochs of rank 0 only | one rank that repeats its order is enough, and it need not be rank 0: look at each
+#- any(rank[0] == rank[1] for rank in samples):
+#+ samples[0][0] == samples[0][1]:
+
+# %% 6.6 wrong: all ranks repeat their order | one rank that repeats its order is enough, and it need not be rank 0: look at each
+#- any(rank[0] == rank[1] for rank in samples):
+#+ all(rank[0] == rank[1] for rank in samples):
+
+# %% 6.6 wrong: the weights of ranks 0 and 1 | the weights of one rank are enough, and it need not be rank 1: compare all of them
+#- any(other != weights[0] for other in weights):
+#+ weights[0] != weights[1]:
 
 # %% 6.6 wrong: forgets the epoch | "epoch" is missing: the first and the second epoch have the same order
 #- rank[0] == rank[1]
@@ -649,8 +704,8 @@ def mistakes(samples, weights, saved):
 #+ saved[0] and saved[0][0].startswith("module."):
 
 # %% 6.6 wrong: the same order, too | ranks that see the same samples may see them in another order: compare sets
-#- if any(len(first[0] & other) > len(samples) for other in first[1:]):
-#+ if any(rank[0] == samples[0][0] for rank in samples[1:]):
+#- if any(len(one & other) > len(samples) for one, other in combinations(first, 2)):
+#+ if any(one[0] == other[0] for one, other in combinations(samples, 2)):
 
 # %% 6.6 told: the first and the last rank only | the weights differ from rank to rank
 #- any(other != weights[0] for other in weights):
@@ -932,7 +987,7 @@ def explain_figure():
 # %% 6.10 told: lazy, one word many times | at least twelve different words
 #- return text, "ABC"
 #+ return "because " * 20 + "4", "A"
-# %% 6.10 told: lazy, all is ticked | 3 points in 33 different words
+# %% 6.10 told: lazy, all is ticked | 3 points in 31 different words
 def explain_figure():
     return 'Averaging every time runs four rings of 0.39 MiB each, while under no_sync gradients of micro-batches add up on the rank and only the last backward pass runs a ring, so 25 % of the bytes are left.', "ABC"
 
@@ -949,3 +1004,19 @@ def explain_figure():
 # %% 6.10 told: another letter | 'X' is none of A, B and C
 #- return text, "ABC"
 #+ return text, "AX"
+
+# %% 6.10 right: small letters, with commas
+#- "ABC"
+#+ "a, b, c"
+
+# %% 6.10 told: lazy, numbers and letters for words | at least twelve different words
+#- return text, "ABC"
+#+ return "1 2 3 4 5 6 7 8 9 10 11 12 A B C D E F G H I J K L", "A"
+
+# %% 6.10 told: numbers in words | in digits, such as 25 %
+#- return text, "ABC"
+#+ return "The second bar is a quarter of the first, since only one of the four rings runs.", "A"
+
+# %% 6.10 told: only the number of a name | in digits, such as 25 %
+#- return text, "ABC"
+#+ return "The last bar is the shortest, because every number travels in bfloat16 and has half of the bytes.", "C"

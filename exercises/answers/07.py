@@ -950,7 +950,7 @@ def explain_figure():
 # %% 7.9 told: lazy, one word many times | at least twelve different words
 #- return text, "ABC"
 #+ return "because " * 20 + "4", "A"
-# %% 7.9 told: lazy, all is ticked | 3 points in 22 different words
+# %% 7.9 told: lazy, all is ticked | 3 points in 19 different words
 def explain_figure():
     return 'At 1, where forward ends, the activations of all 16 layers exist at the same time, and backward then frees them one by one.', "ABC"
 

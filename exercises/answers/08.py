@@ -603,7 +603,7 @@ def explain_figure():
 # %% 8.8 told: lazy, one word many times | at least twelve different words
 #- return text, "ABC"
 #+ return "because " * 20 + "4", "A"
-# %% 8.8 told: lazy, all is ticked | 3 points in 19 different words
+# %% 8.8 told: lazy, all is ticked | 3 points in 17 different words
 def explain_figure():
     return 'With one micro-batch on 4 ranks, one rank works and three wait, so 75 % of the time is idle.', "ABC"
 

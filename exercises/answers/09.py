@@ -782,7 +782,7 @@ def explain_figure():
 #- return text, "ABC"
 #+ return "because " * 20 + "4", "A"
 
-# %% 9.7 told: lazy, all is ticked | 3 points in 26 different words
+# %% 9.7 told: lazy, all is ticked | 3 points in 24 different words
 def explain_figure():
     return 'Between hosts every block waits four times for a sum of activations on the cable of 15 Mbit/s, and nothing hides it, so this bar is the longest.', "ABC"
 

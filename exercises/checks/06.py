@@ -26,6 +26,7 @@ from manyranks.torch_inside import around
 
 from .shared import (
     NO_TENSOR,
+    NOTHING_RETURNED,
     RING,
     SERVER,
     as_it_is,
@@ -129,7 +130,8 @@ class UsedAnywhere:
         for size, group in worlds(4, 3, 2):
             mine = used[dist.get_rank()].clone()
             all_reduce, calls = noted_ring(group)
-            result = used_anywhere(mine, all_reduce)
+            with in_words(NOTHING_RETURNED):
+                result = used_anywhere(mine, all_reduce)
             about = f"with {size} ranks"
             dtypes = [dtype for dtype, _ in calls]
             yield "union", f"{about}, bools are added up", "bool" in dtypes
@@ -193,6 +195,9 @@ class ShareBuffers:
             yield "bytes", f"{about}, lengths of messages", unequal_lengths(events, group)
 
 
+LARGE = 6  # A gradient of 6.4 begins with so many large numbers.
+
+
 @task(
     "6.4",
     "compressed_average",
@@ -210,17 +215,41 @@ class CompressedAverage:
         values = [tensor * 100 for tensor in tensors(random, 4, 40)]
         for tensor in values:
             # A float16 holds each of these, but not their sum: it ends at 65,504.
-            tensor[:6] = torch.tensor([random.uniform(40_000, 64_000) for _ in range(6)])
+            tensor[:LARGE] = torch.tensor([random.uniform(40_000, 64_000) for _ in range(LARGE)])
         return {"values": values}
 
     def probe(compressed_average, values):
         for size, group in worlds(3, 4, 2):
             flat = values[dist.get_rank()].clone()
             all_reduce, calls = noted_ring(group)
-            mean = compressed_average(flat, all_reduce, size)
+            with in_words(NOTHING_RETURNED):
+                mean = compressed_average(flat, all_reduce, size)
+            about = f"with {size} ranks"
             dtypes = [dtype for dtype, _ in calls]
-            yield "sent in half", f"with {size} ranks, all_reduce was called with", dtypes
-            yield "mean", f"with {size} ranks, the mean", mean
+            yield "sent in half", f"{about}, all_reduce was called with", dtypes
+            numbers = sum(count for _, count in calls)
+            left_out = ""
+            if calls and numbers < len(flat):
+                left_out = f"{numbers} of {len(flat)} numbers travel: hand over the whole gradient"
+            yield "mean", f"{about}, what is averaged", left_out
+            yield "mean", f"{about}, the mean", mean
+            # Beside the large numbers the bound would hide any fault of the others.
+            small = mean[LARGE:] if isinstance(mean, torch.Tensor) else None
+            yield "mean", f"{about}, the mean of the small numbers", small
+            was = values[dist.get_rank()]
+            yield "mean", f"{about}, `flat` afterwards", fault_of_input(flat, was, mean)
+
+
+def fault_of_input(flat, was, mean):
+    """Return in words that a gradient is neither what it `was` nor the `mean`; else ""."""
+    if flat.equal(was) or mean is flat:
+        return ""
+    if isinstance(mean, torch.Tensor) and flat.equal(mean):
+        return ""
+    return (
+        "it holds neither the gradient nor the mean: compress a copy, such as flat / world_size, and"
+        " leave `flat` as it is"
+    )
 
 
 @task(
@@ -353,34 +382,70 @@ USUAL = {
 }
 
 
-def symptoms(random, mistakes, size):
-    """Return what is known after a run with these mistakes: samples, weights, saved.
+def symptoms(random, mistakes, size, alone=False):
+    """What is known after a run with these mistakes: samples, weights, saved.
 
-    Rank 1 has the checkpoint and is the one whose weights differ; where two ranks write, rank 0 is
-    the other. Ranks that all see all samples shuffle them differently.
+    One rank has the checkpoint, and its weights differ; where two ranks write, rank 0 is the other.
+    With `alone`, of five ranks, this one alone has the same order in both epochs, and only it and
+    rank 1 see the same samples. It is neither the first rank nor the last, nor a neighbour of rank 1.
     """
-    count = size * 7 - 1  # The last share is filled up with the first sample.
-    orders = [random.sample(range(count), count) for _ in range(2)]
-    if "epoch" in mistakes:
-        orders[1] = orders[0]
-    sum_of_weights = random.uniform(-3, 3)
-    difference = 0.01 if "wrapper" in mistakes else 0
-    writers = (0, 1) if "writers" in mistakes else (1,)
+    odd = 3 if alone else 1
+    of_all_ranks = samples_of_one if alone else samples_of_all
+    samples = of_all_ranks(random, mistakes, size)
+    sums = [random.uniform(-3, 3)] * size
+    if "wrapper" in mistakes:
+        sums[odd] += 0.01
     prefix = "module." if "names" in mistakes else ""
     names = [prefix + name for name in ("0.weight", "0.bias", "submodule.weight")]
-    samples = []
-    sums = []
-    saved = []
-    for rank in range(size):
-        if "sampler" in mistakes:
-            shuffled = itemgetter(*random.sample(range(count), count))
-            of_epochs = [list(shuffled(order)) for order in orders]
-        else:
-            of_epochs = [(order + order[:1])[rank::size] for order in orders]
-        samples.append(of_epochs)
-        sums.append(sum_of_weights + difference if rank == 1 else sum_of_weights)
-        saved.append(names if rank in writers else [])
+    writers = (0, odd) if "writers" in mistakes else (odd,)
+    saved = [[] for _ in range(size)]
+    for writer in writers:
+        saved[writer] = names
     return samples, sums, saved
+
+
+def orders_of_epochs(random, size):
+    """Return the order of all samples in each of two epochs. A share has more samples than there are
+    ranks, and the last one is filled up with the first sample.
+    """
+    count = size * (size + 7) - 1
+    orders = [random.sample(range(count), count) for _ in range(2)]
+    return [order + order[:1] for order in orders]
+
+
+def samples_of_all(random, mistakes, size):
+    """The samples of each rank in two epochs; all ranks make the same mistakes. Ranks that all see
+    all samples shuffle them differently.
+    """
+    first, second = orders_of_epochs(random, size)
+    if "epoch" in mistakes:
+        second = first
+    samples = []
+    for rank in range(size):
+        places = range(rank, len(first), size)
+        if "sampler" in mistakes:
+            places = random.sample(range(len(first) - 1), len(first) - 1)
+        of_places = itemgetter(*places)
+        samples.append([list(of_places(first)), list(of_places(second))])
+    return samples
+
+
+def samples_of_one(random, mistakes, size):
+    """The samples of each rank in two epochs; rank 3 alone makes the mistakes. Each rank keeps its
+    share, in another order.
+    """
+    order, _ = orders_of_epochs(random, size)
+    samples = []
+    for rank in range(size):
+        start = rank
+        if rank == 3 and "sampler" in mistakes:
+            start = 1
+        share = order[start::size]
+        epochs = [random.sample(share, len(share)) for _ in range(2)]
+        if rank == 3 and "epoch" in mistakes:
+            epochs[1] = epochs[0]
+        samples.append(epochs)
+    return samples
 
 
 @task("6.6", "mistakes", {"samples": 1, "weights and files": 1})
@@ -394,8 +459,12 @@ class FromSymptoms:
             combinations.append(set(random.sample(list(USUAL), random.randrange(2, 5))))
         for mistakes in combinations:
             runs.append((mistakes, random.choice((2, 3, 8))))
-        random.shuffle(runs)
-        return {"runs": [symptoms(random, mistakes, size) for mistakes, size in runs]}
+        left_behind = [symptoms(random, mistakes, size) for mistakes, size in runs]
+        # Here the mistake is of one rank alone.
+        for mistake in USUAL:
+            left_behind.append(symptoms(random, {mistake}, 5, alone=True))
+        random.shuffle(left_behind)
+        return {"runs": left_behind}
 
     def probe(mistakes, runs):
         for number, (samples, sums, saved) in enumerate(runs, 1):
@@ -453,7 +522,7 @@ class Branches(nn.Module):
 def in_one_order(tensor, group):
     """Sum a tensor on the ring; say what it means if another rank sums another one."""
     try:
-        return ring_all_reduce(tensor, group)
+        ring_all_reduce(tensor, group)
     except MismatchError as error:
         raise Wrong(
             "the ranks do not start the same sums in the same order: a bucket that is full waits"
@@ -475,9 +544,10 @@ def of_five(Reducer):
     zeros.
     """
     layer = nn.Linear(3, 1, bias=False)
-    reducer = Reducer([[layer.weight]], lambda tensor: lambda: tensor, 5)
+    reducer = Reducer([[layer.weight]], lambda tensor: lambda: None, 5)
     layer(torch.ones(1, 3)).sum().backward()
-    reducer.finish()
+    with in_words(NOTHING_RETURNED):
+        reducer.finish()
     return copied_gradient(layer.weight)
 
 
@@ -519,7 +589,7 @@ class AReducer:
             def wait():
                 nonlocal waits
                 waits += 1
-                return in_one_order(tensor, group)
+                in_one_order(tensor, group)
 
             return wait
 

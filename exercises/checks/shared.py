@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from functools import cache
@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_course import collectives
+from ddp_course import collectives, wire
 from ddp_course.lab.folders import course_folder
 from ddp_course.stage4_ring import ring_all_reduce
 from ddp_exercises.attempt import groups
 from ddp_exercises.diagnosis import kind_of
 from ddp_exercises.errors import Wrong
+from manyranks.torch_inside import around
 
 COPIED = 10  # So many words in a row, equal to a lesson's, are no learner's own.
 # Dotted names of functions that would be the answer; each names the module that defines it.
@@ -48,21 +49,67 @@ def worlds(*sizes: int) -> Iterator[tuple[int, Any]]:
 def noted_ring(group: Any) -> tuple[Callable, list]:
     """Return the ring all-reduce in a group, and a list of what it is called with.
 
-    The list gets (dtype, number of elements) of each tensor.
+    The list gets (dtype, number of elements) of each tensor. Like torch's own, the ring sums in
+    place and returns nothing.
     """
     calls: list = []
 
-    def all_reduce(tensor: torch.Tensor, group: Any = group) -> torch.Tensor:
+    def all_reduce(tensor: torch.Tensor, group: Any = group) -> None:
         require(
             isinstance(tensor, torch.Tensor),
             f"all_reduce takes a tensor, not {tensor!r:.40}: make one of it, such as torch.tensor(5.0)",
         )
         calls.append((str(tensor.dtype).removeprefix("torch."), tensor.numel()))
-        return ring_all_reduce(tensor, group)
+        ring_all_reduce(tensor, group)
 
     return all_reduce, calls
 
 
+@contextmanager
+def noted_messages(group: Any) -> Iterator[tuple[list, list]]:
+    """Yield two lists that grow within this block: this rank's events on the wire, and for each
+    message whether it went by another group than this one.
+    """
+    events: list = []
+    astray: list = []
+
+    def begin(run: Callable, transfers: list, of_group: Any = None) -> list:
+        astray.extend(of_group is not group for _ in transfers)
+        return run(transfers, of_group)
+
+    with wire.observing(events.append), around(wire, "begin", begin):
+        yield events, astray
+
+
+def fault_of_group(astray: list) -> str:
+    """Return in words that messages went by another group than the one given; else ""."""
+    if not any(astray):
+        return ""
+    return (
+        f"{sum(astray)} of {len(astray)} go by another group, of all ranks: hand `group` on to every"
+        " function of the wire"
+    )
+
+
+def addresses(tensors: Iterable) -> list[int]:
+    """Return where in memory each tensor begins."""
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def moved(before: list[int], tensors: Iterable) -> str:
+    """Return in words that tensors have another memory than `before` (their addresses); else ""."""
+    if addresses(tensors) == before:
+        return ""
+    return (
+        "it is in new memory, as by `.data =`, and whoever holds a part of the old one never sees it:"
+        " write into the tensor itself, as by copy_"
+    )
+
+
+NOTHING_RETURNED = {
+    "NoneType": "None is used as if it were a tensor: what sums in place returns nothing, and the sum is in"
+    " the tensor that was handed over"
+}
 MOST_MESSAGES = 64  # From one rank to another so many are compared.
 ONE_TENSOR = "a message is one tensor: hand over a tensor, such as chunks[i], not a list of them"
 NO_TENSOR = {
@@ -170,8 +217,11 @@ def require(condition: Any, message: str) -> None:
 
 
 def different_words(sentence: Any) -> int:
-    """Return how many different words there are in a sentence."""
-    return len(set(str(sentence).lower().split()))
+    """Return how many different words there are in a sentence: numbers, single letters and names
+    with digits, such as float16, are none.
+    """
+    words = {word for word in words_in(str(sentence)) if len(word) > 1}
+    return sum(word.isalpha() for word in words)
 
 
 def nothing(random: Any) -> dict:
@@ -188,7 +238,9 @@ def require_explanation(text: Any) -> None:
     """Raise Wrong where a text is too short to explain a figure, names no number, or is a lesson's."""
     words = different_words(text)
     require(words >= 12, f"a text of at least twelve different words was expected, not of {words}")
-    require(any(sign.isdigit() for sign in str(text)), "name a number of the figure in your text")
+    # The digits of a name, such as float16, are no number.
+    named = re.search(r"\b\d", str(text))
+    require(named, "name a number of the figure in your text, in digits, such as 25 %")
     own_words = words_in(str(text))
     for place in range(len(own_words) - COPIED + 1):
         run = " ".join(own_words[place : place + COPIED])
@@ -224,7 +276,8 @@ def form_of_explanation(returned: list) -> Iterator[tuple]:
     """
     pair = 'a pair was expected: (your text, the letters that you tick, such as "AB")'
     text, ticked = several(returned[0], 2, pair)
-    letters = sorted(set(map(str, ticked)))
+    joined = "".join(map(str, ticked))
+    letters = sorted(set(re.sub(r"[\s,]", "", joined).upper()))
     require_explanation(text)
     yield "text", "its form", "as asked"
     words = different_words(text)
