@@ -78,7 +78,7 @@ for number, bucket in enumerate(stage5_bucketed.assign_buckets(list(names), buck
 # %% [markdown]
 r"""
 Parameters are put into buckets in the reverse of the model's own order. That is nearly the order in which backward finishes
-them: only within layer 3 it differs, where the weight came first above.
+them. It differs only within a layer: above, the weights of layers 3, 2 and 0 came before their biases.
 
 All ranks must reduce the buckets in the same order, or they would add up different parameters. The ranks may fill their
 buckets in different orders, so a full bucket must not leave at once: bucket 1 waits until bucket 0 has left. The rule is half
@@ -144,7 +144,7 @@ records what it did and when, in virtual time. A message now has a latency of 1 
 forward and backward take 243 ms, and 427 kB of gradients go around a ring of four, on links of 40 Mbit/s, in six messages one after
 the other.
 
-In the figure each row is rank 0. In stage 4's row communication begins when backward is over. In the row of the buckets the
+Both rows of the figure are rank 0's. In stage 4's row communication begins when backward is over. In the row of the buckets the
 lower half is the communication thread, which idles until the next bucket is full. The brown part is the time that backward
 has to wait at its end.
 """
@@ -256,7 +256,7 @@ r"""
 Beside the program we put a **simulator**. It knows how long each layer takes, how large its gradient is, what the link
 carries, and the latency of a message. It shares the time of forward and backward out among the layers by their number of
 parameters. The points are the program in virtual time, and the line is simulated. The strip above shows the simulated step for
-the cap that you choose with the slider, which moves the dotted line. Before you look: where do you expect the lowest point?
+the cap that you choose with the slider, which moves the dotted line. Where must the lowest point lie if your guess was right?
 """
 
 # %% simulate folded=true
@@ -300,11 +300,12 @@ And without a latency? The second figure has both links.
 labels = {"1 ms": "a latency of 1 ms", "none": "no latency"}
 series = {}
 lines = {}
-for name, stage in {"1 ms": "5", "none": "4"}.items():
-    series[f"program, {labels[name]}"] = (*zip(*program[name].items()), show.STAGE_COLOURS[stage])
+# Blue is the ring's colour, and both series have buckets.
+for name, colour in {"1 ms": show.STAGE_COLOURS["5"], "none": "#C48400"}.items():
+    series[f"program, {labels[name]}"] = (*zip(*program[name].items()), colour)
     steps = [simulate.simulate(profile, K, networks[name], bucket_cap_mb=cap) for cap in caps]
     simulated = [1000 * step.step_s for step in steps]
-    lines[f"simulated, {labels[name]}"] = (caps, simulated, show.STAGE_COLOURS[stage])
+    lines[f"simulated, {labels[name]}"] = (caps, simulated, colour)
 show.curves(
     series,
     "bucket cap (MiB)",
@@ -399,10 +400,11 @@ overlap a step takes forward + C + T. With overlap it takes forward, the longer 
 | link | C and T | the step takes forward + … | what overlap saves |
 |---|---|---|---|
 | fast | T is much shorter than C | C + the last bucket, which leaves when backward ends | little, since T is short anyway |
-| medium | T is about as long as C | C + one bucket | the most: nearly all of T |
+| medium | T is about as long as C | C + one bucket | the most: all of T but one bucket |
 | slow | T is longer than C | T + the first bucket, for which the link has to wait | at most C |
 
-The last column counts buckets that leave one after the other, each when it is full and the link is free. Half of this count:
+How long a step takes follows from when its last bucket has arrived. Buckets leave one after the other, each when it is full and
+the link is free. Here is half of a function that works this out:
 """
 
 
@@ -422,9 +424,10 @@ fill_in(sums_end, {((1, 2, 3), (1, 1, 1)): 4, ((1, 2, 3), (2, 2, 2)): 7, ((1, 5)
 r"""
 <details><summary>The line</summary><code>begins = max(full, link_is_free)</code></details>
 
-The link speed at which T = C follows from the two numbers alone. We run the program at several link speeds and see whether
-overlap saves the most there. Each percentage in the figure is what buckets save. The lower line leaves the one bucket out, so
-the points lie above it.
+The link at which T = C follows from C alone. Backward takes 162 ms here. The ring's six messages have a latency of 1 ms each, so 1.5
+times 427 kB must pass in the other 156 ms, which takes a link of 33 Mbit/s. We run the program at several link speeds and see
+whether overlap saves the most near that one. Each percentage in the figure is what buckets save. The lower line leaves the one
+bucket out, so the points lie above it.
 """
 
 # %% sweep
@@ -459,7 +462,7 @@ picture = show.curves(
     {name: (megabits, points[name], colour) for name, colour in colours.items()},
     "link (Mbit/s)",
     "time per step (ms)",
-    f"Buckets save most, {100 * max(saved):.0f} %, where the all-reduce takes as long as backward",
+    f"Buckets save most, {100 * max(saved):.0f} %, where all-reduce and backward take about equally long",
     log="x",
     ticks=megabits,
     theory={
@@ -534,8 +537,9 @@ show.diff(stage4_ring.train, stage5_bucketed.train)
 r"""
 ## On your GPUs
 
-Here ring and buckets run on the devices of this machine, in real time, beside torch's DDP. In the timeline hidden communication
-lies below the backward pass. Without a GPU the figure shows what one NVIDIA H200 needed, which two ranks shared.
+Here ring and buckets run on the devices of this machine, in real time, beside torch's DDP. Where there are GPUs, a timeline shows
+hidden communication below the backward pass. Without a GPU the figure shows what one NVIDIA H200 needed, which two ranks shared.
+It has times only: a step with buckets exceeds one device's step by about half as much as a step on the ring does.
 """
 
 # %% on-your-gpus
@@ -556,7 +560,8 @@ gloo it saved 26.8 % and 21.5 % (published: Li et al., "PyTorch Distributed", VL
 
 What does such a step look like? This one is real: ResNet-50 under torch's DDP on two A100s, as torch's profiler
 recorded it on rank 0 (published with HolisticTraceAnalysis, MIT licence). ResNet-50 has 25.6 million parameters, and its
-last layer has 2.05 million of them. Before you look: into how many buckets does stage 5 put them?
+last layer has 2.05 million of them. With its usual cap stage 5, too, closes the first bucket at 1 MiB and the others at 25 MiB, which
+are 6.55 million numbers. Before you look: into how many buckets does it put them?
 """
 
 # %% a100s

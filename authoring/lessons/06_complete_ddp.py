@@ -25,6 +25,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddp_course import BucketedDDP, DistributedDataParallel, SyncBatchNorm, launch
@@ -43,6 +44,8 @@ show.questions(6)
 # %% [markdown]
 r"""
 ## The same loop, three classes
+
+One loop trains the same model in the wrapper of stage 5, in that of stage 6, and in torch's. A later cell compares the weights.
 """
 
 
@@ -55,7 +58,7 @@ def train_with(wrap):
     batches = problem.batches(48, 10, rank=dist.get_rank(), world_size=dist.get_world_size())
     for inputs, targets in batches:
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(parallel(inputs), targets).backward()
+        cross_entropy(parallel(inputs), targets).backward()
         optimizer.step()
     return vector(model.parameters()).detach()
 
@@ -177,7 +180,11 @@ try:
 except RankError as error:
     message = error.message
 print(message)
-guess.reveal("an error", "raise an error that names the parameter")
+why = {
+    "treat it as zero, silently": "A layer that was forgotten in forward would then never train, and nobody would know.",
+    "hang": "The ranks would wait for a bucket that never fills, and the log would not say for which.",
+}
+guess.reveal("an error", "raise an error that names the parameter", why=why)
 
 # %% [markdown]
 r"""
@@ -318,7 +325,7 @@ travel in bfloat16 too, while gradients, optimizer and checkpoint stay float32. 
 compress the buckets (lesson 14).
 
 Write the accumulation first (task 6.1): one update for all micro-batches of all ranks, with one synchronisation. All micro-batches
-have the same size.
+have the same size, memory has room for the activations of one of them, and the loss is the cross entropy.
 """
 
 
@@ -520,7 +527,9 @@ def uneven(join):
 try:
     launch(uneven, False, world_size=2, timeout=4)
 except LaunchError as error:
-    print(type(error).__name__, str(error).splitlines()[0])
+    message, *where = str(error).splitlines()
+    print(f"{type(error).__name__}: {message}")
+    print(*[line for line in where if line.startswith(("rank", "  last"))], sep="\n")
 
 # %% check-uneven folded=true
 # NBVAL_CHECK_OUTPUT
@@ -850,9 +859,10 @@ r"""
 ## Yours in the comparison
 
 The core that you read or wrote above, `CanBeQuiet`, trains here beside the complete wrapper and PyTorch's own. Change a line of its
-cell, run both cells again, and the row says by how much the weights differ from one device's, and from which step on. Your core sends as
-much as the others do. Its row shows no sending and no waiting, because the core notes neither: it waits inside its backward pass, whose bar is
-longer by as much.
+cell, run both cells again, and the row says by how much the weights differ from one device's, and from which step on. Nobody counts bytes here, since all
+three use torch's own all-reduce. Your core's row shows no sending and no waiting, because the core notes neither: it waits inside its
+backward pass, whose bar is longer by as much. Its step is a little shorter than the others', since its buckets have two parameters each,
+and less is left to send when backward ends.
 """
 
 
@@ -864,7 +874,7 @@ def my_train(model, batches, lr):
     losses = []
     for inputs, targets in batches:
         optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(parallel(inputs), targets)
+        loss = cross_entropy(parallel(inputs), targets)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
