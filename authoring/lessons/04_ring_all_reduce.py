@@ -138,7 +138,7 @@ fill_in(chunk_that_comes, {(2, 0, 4): 1, (0, 0, 4): 3, (1, 2, 4): 2})
 r"""
 <details><summary>The line</summary><code>return (left - step) % world_size</code></details>
 
-It is what the left neighbour sends. Now the whole ring:
+The chunk that comes in is the one that the left neighbour sends. Now the whole ring:
 """
 
 # %% source-ring

@@ -190,7 +190,7 @@ show.timeline_figure(
 
 # %% [markdown]
 r"""
-It is never all of the communication. The last bucket has the first layers' gradients, and it is complete only when backward
+Buckets never hide all of the communication. The last bucket has the first layers' gradients, and it is complete only when backward
 ends.
 
 Do the two really overlap? The order of events shows it exactly: on every rank the first bucket's all-reduce must begin before
@@ -584,7 +584,7 @@ all-reduces, each with its number of gradients; below, a few milliseconds are en
 each of the first four all-reduces. None runs beside the last one, which begins when backward is over. All of this is as
 derived above.
 
-One thing is not. Of 220 ms the GPU computes for 38, and the processor is busy nearly all the time. (In the gap
+One thing is not: of 220 ms the GPU computes for only 38, and the processor is busy nearly all the time. (In the gap
 before the update, which is drawn as no pass, it copies the averages out of the buckets.) Lesson 11 asks whose fault
 this is.
 

@@ -74,8 +74,8 @@ show.diff(stage5_bucketed.train, stage6_ddp.train)
 # %% [markdown]
 r"""
 The loop is the same. All that is new is inside the wrapper, in `ddp_course/stage6_ddp/`: one file per feature, and more than
-a thousand lines. In the iteration the new boxes stand before backward and after it. (The search and the bitmap happen only if
-you ask for them.)
+a thousand lines. In the iteration the new boxes stand before backward and after it. (The search for unused parameters, and the
+bitmap that says who used which, happen only if you ask for them.)
 
 ![Before forward, rank 0's buffers go to all ranks. After forward each rank looks for parameters that were not used. Buckets travel under the backward pass, as in lesson 05. Then the ranks add up a bitmap of who was used, and update. A rank without data joins in with zeros](../docs/figures/iteration_06.svg)
 
@@ -738,7 +738,7 @@ r"""
 Three buckets of 272 numbers, one for each layer, also for the branch that nobody used, and then six numbers: the bitmap, one for each
 parameter. Every one of these sums was made by your code. The ring that stops early leaves the replicas different, and whoever compares
 them finds it. The ring that hands out the wrong chunk leaves equal replicas that are all wrong: only a comparison with one device, or
-with another backend, finds that one. Task 6.9 asks you to write the first kind of watch.
+with another backend, finds that one. Task 6.9 asks you to write the comparison of the replicas.
 
 ## Check yourself
 
