@@ -177,7 +177,8 @@ r"""
 Here is a ring whose author was in a hurry: it sends finished chunks around, and no rank waits until its chunks have left. On
 your machine this does no harm, because the chunks have left long before the next backward pass writes into the gradient. Would
 it do harm on a network that is slow, or busy? One run tells: `every_order` holds all messages back for as long as they may
-travel, and looks at every operation that touches their memory meanwhile.
+travel, and looks at every operation that touches their memory meanwhile. (The next cell has the loop of task 4.3 in it, so write
+yours first.)
 """
 
 
