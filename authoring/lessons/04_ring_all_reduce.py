@@ -267,9 +267,15 @@ r"""
 ## Plot
 
 This is the experiment of lesson 03 once more, now with all three ways, on links of 200 Mbit/s. Points are virtual time, lines are
-the formulas: 2(K-1), K-1 and 2(K-1)/K times p/b. Before you look: server and whole-gradient ring both *send* 3 p on four
-ranks. Do they take equally long?
+the formulas: 2(K-1), K-1 and 2(K-1)/K times p/b.
 """
+
+# %% predict-times
+guess_times = show.predict(
+    "On four ranks the busiest rank sends 3 p with the server, and on the ring of whole gradients. How long does the server take?",
+    ["half as long as that ring", "as long as that ring", "twice as long as that ring"],
+)
+guess_times
 
 # %% measure
 link = Link("200Mbit")
@@ -303,6 +309,15 @@ growth = {name: times[4] / times[2] for name, times in seconds.items()}
 assert growth["ring"] < growth["whole-gradient ring"]
 assert seconds["ring"][4] < seconds["whole-gradient ring"][4] < seconds["server"][4]
 print("on 4 ranks the ring is the fastest, the server the slowest, and the ring's time grows least")
+
+# %% reveal-times
+of_server, of_whole = (1000 * seconds[name][4] for name in ("server", "whole-gradient ring"))
+why = {
+    "half as long as that ring": "It sends as much, and it cannot begin before it has received 3 p.",
+    "as long as that ring": "It sends as much, but it cannot begin before it has received 3 p.",
+}
+took = f"{of_server:.0f} ms with the server, {of_whole:.0f} ms on that ring"
+guess_times.reveal(took, "twice as long as that ring", "virtual time", why)
 
 # %% [markdown]
 r"""

@@ -562,8 +562,12 @@ gloo it saved 26.8 % and 21.5 % (published: Li et al., "PyTorch Distributed", VL
 What does such a step look like? This one is real: ResNet-50 under torch's DDP on two A100s, as torch's profiler
 recorded it on rank 0 (published with HolisticTraceAnalysis, MIT licence). ResNet-50 has 25.6 million parameters, and its
 last layer has 2.05 million of them. With its usual cap stage 5, too, closes the first bucket at 1 MiB and the others at 25 MiB, which
-are 6.55 million numbers. Before you look: into how many buckets does it put them?
+are 6.55 million numbers.
 """
+
+# %% predict-resnet
+guess_buckets = show.predict("Into how many buckets does stage 5 put ResNet-50?", [1, 4, 5, 54])
+guess_buckets
 
 # %% a100s
 layers = simulate.resnets.layers("resnet50")
@@ -576,6 +580,14 @@ theirs = [numbers for _, numbers in traces.read()[1].reduced]
 print(f"stage 5's buckets:     {ours}\nall-reduces on A100s:  {theirs}")
 assert ours == theirs
 show.trace(step=1)
+
+# %% reveal-resnet
+why = {
+    1: "All of it has 102 MB, and a bucket is closed at 25 MiB.",
+    4: "Four times 6.55 million would do, but the first bucket is closed at 1 MiB, with the last layer alone in it.",
+    54: "There are so many layers, and most are small: many of them share a bucket.",
+}
+guess_buckets.reveal(f"{len(ours)} buckets", len(ours), "counted", why)
 
 # %% [markdown]
 r"""
@@ -652,9 +664,15 @@ The answer contains R/W, flops per byte, which is a property of the machine. For
 GPU needs about 8,000 tokens for gradients of two bytes, however large the model is. A batch of four million tokens then feeds
 500 such GPUs. If there are more, they wait for the network.
 
-The figure takes 0.4 of the speed that datasheets promise, and the network cards that such hosts have. Before you run the cell:
-an H100 computes eight times as fast as a V100. Does the same batch feed more H100s than V100s, or fewer?
+The figure takes 0.4 of the speed that datasheets promise, and the network cards that such hosts have.
 """
+
+# %% predict-reach
+guess_reach = show.predict(
+    "An H100 computes eight times as fast as a V100. How many H100s does the same batch feed?",
+    ["fewer than V100s", "as many as V100s", "more than V100s"],
+)
+guess_reach
 
 # %% reach folded=true
 millions = [0.25, 0.5, 1, 2, 4, 8, 16]  # tokens in a batch
@@ -687,6 +705,18 @@ picture.axes[0].lines[0].set_linestyle(":")  # V100s: another line lies on their
 picture.axes[0].lines[0].set_zorder(3)
 picture.axes[0].legend(fontsize=8)
 picture
+
+# %% reveal-reach
+feeds = {}
+for name, (_, most, _) in reach.items():
+    feeds[name] = most[millions.index(4)]
+of_v100s, _, of_h100s, _ = feeds.values()
+why = {
+    "fewer than V100s": "With the network of a V100's host that would be so, but that of an H100's host is eight times as fast.",
+    "more than V100s": "A faster device has done its share earlier, which leaves less time to hide the all-reduce under.",
+}
+fed = f"4 million tokens feed {of_v100s} V100s, and {of_h100s} H100s"
+guess_reach.reveal(fed, "as many as V100s", "derived", why)
 
 # %% [markdown]
 r"""

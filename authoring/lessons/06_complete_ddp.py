@@ -694,8 +694,15 @@ In lesson 04 torch's own class trained over your ring. Now you know what the cla
 how many numbers torch has it add up, in each sum of a step. The model is the one with two branches, of which a step uses one; each of
 its layers has 272 numbers in two parameters. The search for unused parameters is on, and the cap is small. Then two rings take its
 place whose authors were off by one: one stops its allgather a step early, the other hands out chunk r where chunk r+1 is finished.
-Before you run it: which of the sums is the bitmap? And which of the two faults does a comparison of the replicas find?
+Before you run it: which of the sums will be the bitmap?
 """
+
+# %% predict-faults
+guess_faults = show.predict(
+    "Which of the two faulty rings does a comparison of the replicas find?",
+    ["both", "the one that stops early", "the one that hands out another chunk", "neither"],
+)
+guess_faults
 
 
 # %% own-backend
@@ -733,6 +740,15 @@ for name, fault in faults.items():
     print(f"{name}: sums of {heard}; replicas equal: {equal}; as with gloo: {found[name][1]}")
 assert list(found.values()) == [(True, True), (False, False), (True, False)] or K == 2, found
 
+# %% reveal-faults
+every_chunk = "The wrong chunks reach all ranks alike, so the replicas stay equal, and all are wrong."
+why = {
+    "both": every_chunk,
+    "the one that hands out another chunk": every_chunk,
+    "neither": "A chunk that does not arrive leaves on that rank what was there, and the replicas differ.",
+}
+guess_faults.reveal("the one that stops early", "the one that stops early", "measured", why)
+
 # %% [markdown]
 r"""
 Three buckets of 272 numbers, one for each layer, also for the branch that nobody used, and then six numbers: the bitmap, one for each
@@ -768,9 +784,12 @@ The compiler makes one graph of a model, or a few. A hook fires only when the ba
 no bucket could leave before the end, and no communication would be hidden. So torch cuts the graph where a bucket ends. Here are
 six blocks of 1 MiB on two ranks, wrapped in seven ways. `note` takes the compiler's place: it notes how many blocks are in each
 graph that it gets, and compiles nothing. (The two classes have a `forward` of their own, because torch does not compile its own
-layers and a bare `torch.nn.Sequential`.) Before you look: how many graphs will there be with buckets of 2 MiB, and how many under
-stage 6?
+layers and a bare `torch.nn.Sequential`.)
 """
+
+# %% predict-graphs
+guess_graphs = show.predict("How many graphs does the compiler make of six blocks with buckets of 2 MiB?", [1, 3, 4, 6])
+guess_graphs
 
 
 # %% blocks
@@ -842,6 +861,15 @@ for name, (blocks_in, _) in zip(wrapped_in, counted_graphs):
 assert [len(blocks_in) for blocks_in, _ in counted_graphs[:6]] == [1, 6, 4, 2, 1, 1], counted_graphs
 assert len({loss for _, loss in counted_graphs}) == 1, counted_graphs
 print("the loss is the same everywhere")
+
+# %% reveal-graphs
+blocks_in, _ = counted_graphs[2]
+why = {
+    1: "So it is without DDP, or under a wrapper that the compiler does not know.",
+    3: "Six blocks of 1 MiB would fill three buckets of 2 MiB, but the first bucket is closed at 1 MiB.",
+    6: "So it is with buckets of 1 MiB; two blocks share a bucket of 2 MiB.",
+}
+guess_graphs.reveal(f"{len(blocks_in)} graphs", len(blocks_in), "counted", why)
 
 # %% [markdown]
 r"""
