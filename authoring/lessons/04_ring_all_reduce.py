@@ -49,9 +49,11 @@ next round.
 
 # %% [markdown]
 r"""
-Write it before you open the next line. `wire.neighbours()` returns this rank, K, and the ranks to the left and to the right;
+Write it before you open the next line: a function that takes a tensor and makes it the sum, in place, in a new cell.
+`wire.neighbours()` returns this rank, K, and the ranks to the left and to the right;
 `wire.exchange(outgoing, right, incoming, left)` sends one tensor while it receives another. A copy, an empty tensor and a loop
-of three lines are enough. What must leave in the first round, and what in all others?
+of three lines are enough. What must leave in the first round, and what in all others? To try it, put its name in the place of
+`ring_all_reduce` in the first cell of the section *Run*.
 """
 
 # %% source-whole
@@ -76,7 +78,7 @@ everything.
 
 # %% predict
 guess = show.predict(
-    "4 ranks, gradients of p bytes: how much does each rank send in all?",
+    "4 ranks, gradients of p bytes, the ring of chunks: how much does each rank send in all?",
     ["0.5 p", "1 p", "1.5 p", "3 p"],
 )
 guess
@@ -136,7 +138,7 @@ fill_in(chunk_that_comes, {(2, 0, 4): 1, (0, 0, 4): 3, (1, 2, 4): 2})
 r"""
 <details><summary>The line</summary><code>return (left - step) % world_size</code></details>
 
-It is what the left neighbour sends. Now the whole ring:
+The chunk that comes in is the one that the left neighbour sends. Now the whole ring:
 """
 
 # %% source-ring
@@ -175,7 +177,8 @@ r"""
 Here is a ring whose author was in a hurry: it sends finished chunks around, and no rank waits until its chunks have left. On
 your machine this does no harm, because the chunks have left long before the next backward pass writes into the gradient. Would
 it do harm on a network that is slow, or busy? One run tells: `every_order` holds all messages back for as long as they may
-travel, and looks at every operation that touches their memory meanwhile.
+travel, and looks at every operation that touches their memory meanwhile. (The next cell has the loop of task 4.3 in it, so write
+yours first.)
 """
 
 
@@ -239,7 +242,7 @@ expected = {"server": K - 1, "whole-gradient ring": K - 1, "ring": 2 * (K - 1) /
 show.bars(
     sent,
     "sent by the busiest rank\n(p: one whole gradient)",
-    f"On {K} ranks the ring sends {sent['ring']:g} gradients in all, the others {sent['server']:g}",
+    f"On {K} ranks the busiest rank sends {sent['ring']:g} p on the ring, {sent['server']:g} p otherwise",
     colours=colours,
     theory=expected,
     kind="counted",
@@ -263,12 +266,16 @@ guess.reveal(f"{on_four:g} p", f"{on_four:g} p", "counted", why)
 r"""
 ## Plot
 
-(If you guessed 3 p: the ring of whole gradients sends that much. A chunk has only p/4 bytes, and each rank sends six of them.)
-
 This is the experiment of lesson 03 once more, now with all three ways, on links of 200 Mbit/s. Points are virtual time, lines are
-the formulas: 2(K-1), K-1 and 2(K-1)/K times p/b. Before you look: server and whole-gradient ring both *send* 3 p on four
-ranks. Do they take equally long?
+the formulas: 2(K-1), K-1 and 2(K-1)/K times p/b.
 """
+
+# %% predict-times
+guess_times = show.predict(
+    "On four ranks the busiest rank sends 3 p with the server, and on the ring of whole gradients. How long does the server take?",
+    ["half as long as that ring", "as long as that ring", "twice as long as that ring"],
+)
+guess_times
 
 # %% measure
 link = Link("200Mbit")
@@ -302,6 +309,15 @@ growth = {name: times[4] / times[2] for name, times in seconds.items()}
 assert growth["ring"] < growth["whole-gradient ring"]
 assert seconds["ring"][4] < seconds["whole-gradient ring"][4] < seconds["server"][4]
 print("on 4 ranks the ring is the fastest, the server the slowest, and the ring's time grows least")
+
+# %% reveal-times
+of_server, of_whole = (1000 * seconds[name][4] for name in ("server", "whole-gradient ring"))
+why = {
+    "half as long as that ring": "It sends as much, and it cannot begin before it has received 3 p.",
+    "as long as that ring": "It sends as much, but it cannot begin before it has received 3 p.",
+}
+took = f"{of_server:.0f} ms with the server, {of_whole:.0f} ms on that ring"
+guess_times.reveal(took, "twice as long as that ring", "virtual time", why)
 
 # %% [markdown]
 r"""
@@ -363,6 +379,10 @@ claims.decide(
 
 # %% [markdown]
 r"""
+With twice as many ranks the large message takes less than a fifth longer: the factor 2(K-1)/K grows from 1.5 to 1.75, and never
+reaches 2. The claim counts that as independent. The small message takes more than twice as long, since there are 14 latencies
+in the place of 6.
+
 The other algorithms in the explorer are in `ddp_course/collectives/`. All have the ring's signature and give the
 same sums. A **tree** adds up in log₂ K rounds and sends the result back down. It needs few messages, but each of them has all
 p bytes. **Halving and doubling** exchanges smaller and smaller halves with partners farther and farther away. It needs few
@@ -524,7 +544,7 @@ r"""
 Server and ring run on the devices of this machine, in real time. Beside them runs the all-reduce of the backend, on as many
 bytes: NCCL on GPUs, gloo on the processor. The backend is written in C++ and needs no Python between two messages. With two ranks
 server and ring send the same bytes. If the ring wins, it wins because it sends while it receives. Without a GPU the figure
-shows what one NVIDIA H200 needed, which two ranks shared; the all-reduces below it are this machine's.
+shows what one NVIDIA H200 needed, which two ranks shared; the two times above it are this machine's.
 """
 
 # %% on-your-gpus
@@ -554,13 +574,14 @@ The all-reduce is one of eight *collectives*, and the later lessons use the othe
 
 | `torch.distributed` | a rank sends, on a ring if not said otherwise (p = all chunks of a tensor) | used for |
 |---|---|---|
-| `broadcast` | p, but for the last | equal weights at the start (lesson 03), buffers (06) |
-| `scatter`, `gather` | straight: scatter, rank 0 only, (K-1)/K p; gather, each other, p/K | handing out and collecting |
+| `broadcast` | p; the last rank on the way sends nothing | equal weights at the start (lesson 03), buffers (06) |
+| `scatter` | rank 0 alone, straight to each: (K-1)/K p | handing out |
+| `gather` | each rank but rank 0, straight to it: p/K | collecting |
 | `all_gather` | (K-1)/K p | weights of a sharded layer (07), activations (09) |
-| `reduce` | p, but for the last | a loss to print |
+| `reduce` | p; the rank that gets the sum sends nothing | a loss to print |
 | `reduce_scatter` | (K-1)/K p | gradients of a sharded layer (07) |
 | `all_reduce` | 2(K-1)/K p | gradients (04 to 06), activations (09) |
-| `all_to_all` | (K-1)/K p, straight to each | another axis to split by: experts, sequences and heads |
+| `all_to_all` | (K-1)/K p, straight to each | tokens that go to the rank of their expert (09) |
 """
 
 # %% [markdown]
@@ -603,13 +624,14 @@ mine = launch(train_torchs_ddp, "ring", ring_all_reduce, world_size=K)
 theirs = launch(train_torchs_ddp, "gloo", ring_all_reduce, world_size=K)
 short = launch(train_torchs_ddp, "ring", one_step_short, world_size=K)
 assert all(sent == 2 * (K - 1) / K for _, sent in mine) and theirs[0][1] == 0
+print(f"sent by a rank through the ring's code in a step: {mine[0][1]:g} p over my ring, {theirs[0][1]:g} p over gloo")
 print("my ring = gloo:", all(torch.allclose(w, theirs[0][0], atol=1e-6) for w, _ in mine))
 print("one step short, replicas are equal:", all(torch.equal(w, short[0][0]) for w, _ in short))
 
 # %% [markdown]
 r"""
-In each step every rank sent 2(K-1)/K times its gradients through the ring's code, and through gloo not one byte of it: torch's
-training ran on your sums alone. With the shorter ring no error is raised, and each rank trains a model of its own. (In such a group
+Over the ring every rank sent 2(K-1)/K times its gradients in each step through the ring's own code, so torch's training ran on
+your sums alone. Over gloo not one byte went through that code. With the shorter ring no error is raised, and each rank trains a model of its own. (In such a group
 each sum is finished before torch goes on, so nothing overlaps with the backward pass. How torch does better is lesson 05.)
 
 ## Check yourself

@@ -113,8 +113,8 @@ check("4.4", ring_all_reduce)
 #
 # The ranks' cables differ: `cables[r]` is what rank r can send, in bits per second. One rank needs `computing` seconds for
 # the whole batch; those who join share that equally, and then average `parameters` float32 numbers on a ring, in which
-# every message waits `latency` seconds before its first bit arrives. Guess first: nine ranks have fast cables, the tenth
-# has one of half the speed. Does it join?
+# every message waits `latency` seconds before its first bit arrives. If K ranks join, a chunk is exactly a K-th of the
+# parameters. Guess first: nine ranks have fast cables, the tenth has one of half the speed. Does it join?
 # %% answer-4-5
 def step_seconds(cables, parameters, latency, computing):
     """Return the seconds of the shortest step that some or all of the ranks can make together."""

@@ -78,7 +78,7 @@ for number, bucket in enumerate(stage5_bucketed.assign_buckets(list(names), buck
 # %% [markdown]
 r"""
 Parameters are put into buckets in the reverse of the model's own order. That is nearly the order in which backward finishes
-them: only within layer 3 it differs, where the weight came first above.
+them. It differs only within a layer: above, the weights of layers 3, 2 and 0 came before their biases.
 
 All ranks must reduce the buckets in the same order, or they would add up different parameters. The ranks may fill their
 buckets in different orders, so a full bucket must not leave at once: bucket 1 waits until bucket 0 has left. The rule is half
@@ -144,7 +144,7 @@ records what it did and when, in virtual time. A message now has a latency of 1 
 forward and backward take 243 ms, and 427 kB of gradients go around a ring of four, on links of 40 Mbit/s, in six messages one after
 the other.
 
-In the figure each row is rank 0. In stage 4's row communication begins when backward is over. In the row of the buckets the
+Both rows of the figure are rank 0's. In stage 4's row communication begins when backward is over. In the row of the buckets the
 lower half is the communication thread, which idles until the next bucket is full. The brown part is the time that backward
 has to wait at its end.
 """
@@ -190,7 +190,7 @@ show.timeline_figure(
 
 # %% [markdown]
 r"""
-It is never all of the communication. The last bucket has the first layers' gradients, and it is complete only when backward
+Buckets never hide all of the communication. The last bucket has the first layers' gradients, and it is complete only when backward
 ends.
 
 Do the two really overlap? The order of events shows it exactly: on every rank the first bucket's all-reduce must begin before
@@ -256,7 +256,7 @@ r"""
 Beside the program we put a **simulator**. It knows how long each layer takes, how large its gradient is, what the link
 carries, and the latency of a message. It shares the time of forward and backward out among the layers by their number of
 parameters. The points are the program in virtual time, and the line is simulated. The strip above shows the simulated step for
-the cap that you choose with the slider, which moves the dotted line. Before you look: where do you expect the lowest point?
+the cap that you choose with the slider, which moves the dotted line. Where must the lowest point lie if your guess was right?
 """
 
 # %% simulate folded=true
@@ -268,9 +268,10 @@ profile = simulate.Profile(tuple(layers))
 networks = {}
 for name, latency in {"1 ms": 1e-3, "none": 0}.items():
     networks[name] = simulate.Network(theory.Costs.of_link(40e6, latency))
+more_caps = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5)  # for the line
 
 # %% explorer
-show.widgets.bucket_explorer(profile, K, networks["1 ms"], program["1 ms"], caps=tuple(caps))
+show.widgets.bucket_explorer(profile, K, networks["1 ms"], program["1 ms"], caps=more_caps)
 
 # %% reveal
 taken = program["1 ms"]
@@ -290,7 +291,7 @@ guess.reveal(f"{counts[best_cap]} buckets", best_answer, "virtual time", why)
 
 # %% [markdown]
 r"""
-Seven buckets are the best here. With one bucket nothing is hidden. With 31 buckets the latencies alone take 31 · 6 · 1 ms = 186 ms,
+Of the caps that the program tried, the one that makes seven buckets is the best. With one bucket nothing is hidden. With 31 buckets the latencies alone take 31 · 6 · 1 ms = 186 ms,
 more than the 162 ms of the backward pass: the step is even longer than stage 4's, which hides nothing.
 
 And without a latency? The second figure has both links.
@@ -300,11 +301,12 @@ And without a latency? The second figure has both links.
 labels = {"1 ms": "a latency of 1 ms", "none": "no latency"}
 series = {}
 lines = {}
-for name, stage in {"1 ms": "5", "none": "4"}.items():
-    series[f"program, {labels[name]}"] = (*zip(*program[name].items()), show.STAGE_COLOURS[stage])
-    steps = [simulate.simulate(profile, K, networks[name], bucket_cap_mb=cap) for cap in caps]
+# Blue is the ring's colour, and both series have buckets.
+for name, colour in {"1 ms": show.STAGE_COLOURS["5"], "none": "#C48400"}.items():
+    series[f"program, {labels[name]}"] = (*zip(*program[name].items()), colour)
+    steps = [simulate.simulate(profile, K, networks[name], bucket_cap_mb=cap) for cap in more_caps]
     simulated = [1000 * step.step_s for step in steps]
-    lines[f"simulated, {labels[name]}"] = (caps, simulated, show.STAGE_COLOURS[stage])
+    lines[f"simulated, {labels[name]}"] = (more_caps, simulated, colour)
 show.curves(
     series,
     "bucket cap (MiB)",
@@ -318,10 +320,10 @@ show.curves(
 
 # %% [markdown]
 r"""
-Without a latency there is no reason for buckets: the smallest cap, which sends nearly every layer on its own, is as good as
-any. So it is the latency that forbids small buckets, and backward that forbids large ones. The simulator is a few percent
-off, because the program's last gradients are those of the embeddings. They are large and cost almost no computing, so that
-less time is left to hide them under.
+Without a latency there is no reason for buckets: the smallest cap, which makes 31 of them, is as good as any. So it is the
+latency that forbids small buckets, and backward that forbids large ones. The simulator is a few percent off, because the
+program's last gradients are those of the embeddings. They are large and cost almost no computing, so that less time is left to
+hide them under.
 """
 
 # %% claim-8
@@ -399,10 +401,11 @@ overlap a step takes forward + C + T. With overlap it takes forward, the longer 
 | link | C and T | the step takes forward + … | what overlap saves |
 |---|---|---|---|
 | fast | T is much shorter than C | C + the last bucket, which leaves when backward ends | little, since T is short anyway |
-| medium | T is about as long as C | C + one bucket | the most: nearly all of T |
+| medium | T is about as long as C | C + one bucket | the most: all of T but one bucket |
 | slow | T is longer than C | T + the first bucket, for which the link has to wait | at most C |
 
-The last column counts buckets that leave one after the other, each when it is full and the link is free. Half of this count:
+How long a step takes follows from when its last bucket has arrived. Buckets leave one after the other, each when it is full and
+the link is free. Here is half of a function that works this out:
 """
 
 
@@ -422,9 +425,10 @@ fill_in(sums_end, {((1, 2, 3), (1, 1, 1)): 4, ((1, 2, 3), (2, 2, 2)): 7, ((1, 5)
 r"""
 <details><summary>The line</summary><code>begins = max(full, link_is_free)</code></details>
 
-The link speed at which T = C follows from the two numbers alone. We run the program at several link speeds and see whether
-overlap saves the most there. Each percentage in the figure is what buckets save. The lower line leaves the one bucket out, so
-the points lie above it.
+The link at which T = C follows from C alone. Backward takes 162 ms here. The ring's six messages have a latency of 1 ms each, so 1.5
+times 427 kB must pass in the other 156 ms, which takes a link of 33 Mbit/s. We run the program at several link speeds and see
+whether overlap saves the most near that one. Each percentage in the figure is what buckets save. The lower line leaves the one
+bucket out, so the points lie above it.
 """
 
 # %% sweep
@@ -459,7 +463,7 @@ picture = show.curves(
     {name: (megabits, points[name], colour) for name, colour in colours.items()},
     "link (Mbit/s)",
     "time per step (ms)",
-    f"Buckets save most, {100 * max(saved):.0f} %, where the all-reduce takes as long as backward",
+    f"Buckets save most, {100 * max(saved):.0f} %, where all-reduce and backward take about equally long",
     log="x",
     ticks=megabits,
     theory={
@@ -534,8 +538,9 @@ show.diff(stage4_ring.train, stage5_bucketed.train)
 r"""
 ## On your GPUs
 
-Here ring and buckets run on the devices of this machine, in real time, beside torch's DDP. In the timeline hidden communication
-lies below the backward pass. Without a GPU the figure shows what one NVIDIA H200 needed, which two ranks shared.
+Here ring and buckets run on the devices of this machine, in real time, beside torch's DDP. Where there are GPUs, a timeline shows
+hidden communication below the backward pass. Without a GPU the figure shows what one NVIDIA H200 needed, which two ranks shared.
+It has times only: a step with buckets exceeds one device's step by about half as much as a step on the ring does.
 """
 
 # %% on-your-gpus
@@ -556,8 +561,13 @@ gloo it saved 26.8 % and 21.5 % (published: Li et al., "PyTorch Distributed", VL
 
 What does such a step look like? This one is real: ResNet-50 under torch's DDP on two A100s, as torch's profiler
 recorded it on rank 0 (published with HolisticTraceAnalysis, MIT licence). ResNet-50 has 25.6 million parameters, and its
-last layer has 2.05 million of them. Before you look: into how many buckets does stage 5 put them?
+last layer has 2.05 million of them. With its usual cap stage 5, too, closes the first bucket at 1 MiB and the others at 25 MiB, which
+are 6.55 million numbers.
 """
+
+# %% predict-resnet
+guess_buckets = show.predict("Into how many buckets does stage 5 put ResNet-50?", [1, 4, 5, 54])
+guess_buckets
 
 # %% a100s
 layers = simulate.resnets.layers("resnet50")
@@ -571,6 +581,14 @@ print(f"stage 5's buckets:     {ours}\nall-reduces on A100s:  {theirs}")
 assert ours == theirs
 show.trace(step=1)
 
+# %% reveal-resnet
+why = {
+    1: "All of it has 102 MB, and a bucket is closed at 25 MiB.",
+    4: "Four times 6.55 million would do, but the first bucket is closed at 1 MiB, with the last layer alone in it.",
+    54: "There are so many layers, and most are small: many of them share a bucket.",
+}
+guess_buckets.reveal(f"{len(ours)} buckets", len(ours), "counted", why)
+
 # %% [markdown]
 r"""
 The five numbers are the same. In the figure the upper half of the GPU's row is what it computes. The lower half is its
@@ -578,7 +596,7 @@ all-reduces, each with its number of gradients; below, a few milliseconds are en
 each of the first four all-reduces. None runs beside the last one, which begins when backward is over. All of this is as
 derived above.
 
-One thing is not. Of 220 ms the GPU computes for 38, and the processor is busy nearly all the time. (In the gap
+One thing is not: of 220 ms the GPU computes for only 38, and the processor is busy nearly all the time. (In the gap
 before the update, which is drawn as no pass, it copies the averages out of the buckets.) Lesson 11 asks whose fault
 this is.
 
@@ -646,9 +664,15 @@ The answer contains R/W, flops per byte, which is a property of the machine. For
 GPU needs about 8,000 tokens for gradients of two bytes, however large the model is. A batch of four million tokens then feeds
 500 such GPUs. If there are more, they wait for the network.
 
-The figure takes 0.4 of the speed that datasheets promise, and the network cards that such hosts have. Before you run the cell:
-an H100 computes eight times as fast as a V100. Does the same batch feed more H100s than V100s, or fewer?
+The figure takes 0.4 of the speed that datasheets promise, and the network cards that such hosts have.
 """
+
+# %% predict-reach
+guess_reach = show.predict(
+    "An H100 computes eight times as fast as a V100. How many H100s does the same batch feed?",
+    ["fewer than V100s", "as many as V100s", "more than V100s"],
+)
+guess_reach
 
 # %% reach folded=true
 millions = [0.25, 0.5, 1, 2, 4, 8, 16]  # tokens in a batch
@@ -681,6 +705,18 @@ picture.axes[0].lines[0].set_linestyle(":")  # V100s: another line lies on their
 picture.axes[0].lines[0].set_zorder(3)
 picture.axes[0].legend(fontsize=8)
 picture
+
+# %% reveal-reach
+feeds = {}
+for name, (_, most, _) in reach.items():
+    feeds[name] = most[millions.index(4)]
+of_v100s, _, of_h100s, _ = feeds.values()
+why = {
+    "fewer than V100s": "With the network of a V100's host that would be so, but that of an H100's host is eight times as fast.",
+    "more than V100s": "A faster device has done its share earlier, which leaves less time to hide the all-reduce under.",
+}
+fed = f"4 million tokens feed {of_v100s} V100s, and {of_h100s} H100s"
+guess_reach.reveal(fed, "as many as V100s", "derived", why)
 
 # %% [markdown]
 r"""

@@ -25,6 +25,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddp_course import BucketedDDP, DistributedDataParallel, SyncBatchNorm, launch
@@ -43,6 +44,8 @@ show.questions(6)
 # %% [markdown]
 r"""
 ## The same loop, three classes
+
+One loop trains the same model in the wrapper of stage 5, in that of stage 6, and in torch's. A later cell compares the weights.
 """
 
 
@@ -55,7 +58,7 @@ def train_with(wrap):
     batches = problem.batches(48, 10, rank=dist.get_rank(), world_size=dist.get_world_size())
     for inputs, targets in batches:
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(parallel(inputs), targets).backward()
+        cross_entropy(parallel(inputs), targets).backward()
         optimizer.step()
     return vector(model.parameters()).detach()
 
@@ -71,8 +74,8 @@ show.diff(stage5_bucketed.train, stage6_ddp.train)
 # %% [markdown]
 r"""
 The loop is the same. All that is new is inside the wrapper, in `ddp_course/stage6_ddp/`: one file per feature, and more than
-a thousand lines. In the iteration the new boxes stand before backward and after it. (The search and the bitmap happen only if
-you ask for them.)
+a thousand lines. In the iteration the new boxes stand before backward and after it. (The search for unused parameters, and the
+bitmap that says who used which, happen only if you ask for them.)
 
 ![Before forward, rank 0's buffers go to all ranks. After forward each rank looks for parameters that were not used. Buckets travel under the backward pass, as in lesson 05. Then the ranks add up a bitmap of who was used, and update. A rank without data joins in with zeros](../docs/figures/iteration_06.svg)
 
@@ -177,7 +180,11 @@ try:
 except RankError as error:
     message = error.message
 print(message)
-guess.reveal("an error", "raise an error that names the parameter")
+why = {
+    "treat it as zero, silently": "A layer that was forgotten in forward would then never train, and nobody would know.",
+    "hang": "The ranks would wait for a bucket that never fills, and the log would not say for which.",
+}
+guess.reveal("an error", "raise an error that names the parameter", why=why)
 
 # %% [markdown]
 r"""
@@ -318,7 +325,7 @@ travel in bfloat16 too, while gradients, optimizer and checkpoint stay float32. 
 compress the buckets (lesson 14).
 
 Write the accumulation first (task 6.1): one update for all micro-batches of all ranks, with one synchronisation. All micro-batches
-have the same size.
+have the same size, memory has room for the activations of one of them, and the loss is the cross entropy.
 """
 
 
@@ -520,7 +527,9 @@ def uneven(join):
 try:
     launch(uneven, False, world_size=2, timeout=4)
 except LaunchError as error:
-    print(type(error).__name__, str(error).splitlines()[0])
+    message, *where = str(error).splitlines()
+    print(f"{type(error).__name__}: {message}")
+    print(*[line for line in where if line.startswith(("rank", "  last"))], sep="\n")
 
 # %% check-uneven folded=true
 # NBVAL_CHECK_OUTPUT
@@ -685,8 +694,15 @@ In lesson 04 torch's own class trained over your ring. Now you know what the cla
 how many numbers torch has it add up, in each sum of a step. The model is the one with two branches, of which a step uses one; each of
 its layers has 272 numbers in two parameters. The search for unused parameters is on, and the cap is small. Then two rings take its
 place whose authors were off by one: one stops its allgather a step early, the other hands out chunk r where chunk r+1 is finished.
-Before you run it: which of the sums is the bitmap? And which of the two faults does a comparison of the replicas find?
+Before you run it: which of the sums will be the bitmap?
 """
+
+# %% predict-faults
+guess_faults = show.predict(
+    "Which of the two faulty rings does a comparison of the replicas find?",
+    ["both", "the one that stops early", "the one that hands out another chunk", "neither"],
+)
+guess_faults
 
 
 # %% own-backend
@@ -724,12 +740,21 @@ for name, fault in faults.items():
     print(f"{name}: sums of {heard}; replicas equal: {equal}; as with gloo: {found[name][1]}")
 assert list(found.values()) == [(True, True), (False, False), (True, False)] or K == 2, found
 
+# %% reveal-faults
+every_chunk = "The wrong chunks reach all ranks alike, so the replicas stay equal, and all are wrong."
+why = {
+    "both": every_chunk,
+    "the one that hands out another chunk": every_chunk,
+    "neither": "A chunk that does not arrive leaves on that rank what was there, and the replicas differ.",
+}
+guess_faults.reveal("the one that stops early", "the one that stops early", "measured", why)
+
 # %% [markdown]
 r"""
 Three buckets of 272 numbers, one for each layer, also for the branch that nobody used, and then six numbers: the bitmap, one for each
 parameter. Every one of these sums was made by your code. The ring that stops early leaves the replicas different, and whoever compares
 them finds it. The ring that hands out the wrong chunk leaves equal replicas that are all wrong: only a comparison with one device, or
-with another backend, finds that one. Task 6.9 asks you to write the first kind of watch.
+with another backend, finds that one. Task 6.9 asks you to write the comparison of the replicas.
 
 ## Check yourself
 
@@ -759,9 +784,12 @@ The compiler makes one graph of a model, or a few. A hook fires only when the ba
 no bucket could leave before the end, and no communication would be hidden. So torch cuts the graph where a bucket ends. Here are
 six blocks of 1 MiB on two ranks, wrapped in seven ways. `note` takes the compiler's place: it notes how many blocks are in each
 graph that it gets, and compiles nothing. (The two classes have a `forward` of their own, because torch does not compile its own
-layers and a bare `torch.nn.Sequential`.) Before you look: how many graphs will there be with buckets of 2 MiB, and how many under
-stage 6?
+layers and a bare `torch.nn.Sequential`.)
 """
+
+# %% predict-graphs
+guess_graphs = show.predict("How many graphs does the compiler make of six blocks with buckets of 2 MiB?", [1, 3, 4, 6])
+guess_graphs
 
 
 # %% blocks
@@ -834,6 +862,15 @@ assert [len(blocks_in) for blocks_in, _ in counted_graphs[:6]] == [1, 6, 4, 2, 1
 assert len({loss for _, loss in counted_graphs}) == 1, counted_graphs
 print("the loss is the same everywhere")
 
+# %% reveal-graphs
+blocks_in, _ = counted_graphs[2]
+why = {
+    1: "So it is without DDP, or under a wrapper that the compiler does not know.",
+    3: "Six blocks of 1 MiB would fill three buckets of 2 MiB, but the first bucket is closed at 1 MiB.",
+    6: "So it is with buckets of 1 MiB; two blocks share a bucket of 2 MiB.",
+}
+guess_graphs.reveal(f"{len(blocks_in)} graphs", len(blocks_in), "counted", why)
+
 # %% [markdown]
 r"""
 The first bucket is closed at 1 MiB, which one block reaches, so buckets of 2 MiB make four graphs, not three. Under `fully_shard`
@@ -850,9 +887,10 @@ r"""
 ## Yours in the comparison
 
 The core that you read or wrote above, `CanBeQuiet`, trains here beside the complete wrapper and PyTorch's own. Change a line of its
-cell, run both cells again, and the row says by how much the weights differ from one device's, and from which step on. Your core sends as
-much as the others do. Its row shows no sending and no waiting, because the core notes neither: it waits inside its backward pass, whose bar is
-longer by as much.
+cell, run both cells again, and the row says by how much the weights differ from one device's, and from which step on. Nobody counts bytes here, since all
+three use torch's own all-reduce. Your core's row shows no sending and no waiting, because the core notes neither: it waits inside its
+backward pass, whose bar is longer by as much. Its step is a little shorter than the others', since its buckets have two parameters each,
+and less is left to send when backward ends.
 """
 
 
@@ -864,7 +902,7 @@ def my_train(model, batches, lr):
     losses = []
     for inputs, targets in batches:
         optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(parallel(inputs), targets)
+        loss = cross_entropy(parallel(inputs), targets)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

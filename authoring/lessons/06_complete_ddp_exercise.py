@@ -27,7 +27,7 @@ from ddp_exercises import check, hint
 #
 # `parallel` is our DDP. With several micro-batches only the last one needs to synchronise: inside
 # `with parallel.no_sync():` nothing is sent, and gradients add up. Make one update for all micro-batches of all
-# ranks. All micro-batches have the same size, and memory has room for the activations of one of them.
+# ranks. All micro-batches have the same size, memory has room for the activations of one of them, and the loss is the cross entropy.
 # %% answer-6-1
 def accumulate(parallel, optimizer, micro_batches):
     """Make one update on a list of (inputs, targets) of equal size, with one synchronisation."""
@@ -73,7 +73,8 @@ check("6.2", used_anywhere)
 # *10 minutes · medium*
 #
 # A batch norm keeps running means in buffers, which no gradient keeps equal. Give every rank the buffers of rank
-# `src`, whatever their dtype, in place, with `wire.send` and `wire.recv`. `wire.others(src, group)` lists the others.
+# `src`, whatever their dtype, in place. `wire.send(tensor, rank, group)` and `wire.recv(tensor, rank, group)` wait until they are done,
+# and `wire.others(src, group)` lists the other ranks.
 # %% answer-6-3
 def share_buffers(module, src=0, group=None):
     """Give every rank the buffers of rank `src`, in place; parameters stay as they are."""
@@ -378,7 +379,7 @@ def explain_figure():
     """Return (your explanation, the letters that you tick, such as "AB")."""
     ### BEGIN SOLUTION
     text = (
-        "Averaging every time runs four rings of 0.39 MiB each, while under no_sync gradients of "
+        "Averaging every time runs four rings of 0.376 MiB each, while under no_sync gradients of "
         "micro-batches add up on the rank and only the last backward pass runs a ring, so 25 % of the "
         "bytes are left. In bfloat16 each number has two bytes instead of four, which leaves 12.5 %. "
         "Computing takes as long in all three, and sums in bfloat16 keep only eight significant bits."

@@ -1,4 +1,4 @@
-"""An interrupted cell says in one line where it stopped."""
+"""An interrupted cell says in one line where it stopped, and one that lacks a name what to run."""
 
 import linecache
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def tell_in_one_line() -> None:
-    """In a notebook, let an interrupt say where it came, without frames of torch.
+    """In a notebook, let an interrupt say where it came, and a missing name which cells to run.
 
     Elsewhere, or where somebody handles exceptions in a way of their own, nothing changes.
     """
@@ -18,13 +18,22 @@ def tell_in_one_line() -> None:
 
     shell: Any = get_ipython()  # type: ignore[no-untyped-call]
     if shell is not None and not shell.custom_exceptions:
-        shell.set_custom_exc((KeyboardInterrupt,), show)
+        shell.set_custom_exc((KeyboardInterrupt, NameError), show)
 
 
 def show(
     shell: Any, kind: type, error: Any, trace: TracebackType | None, tb_offset: Any = None
 ) -> None:
-    """Show the interrupt as IPython would, with one line in place of the traceback."""
+    """Show the error as IPython would; of an interrupt one line in place of the traceback."""
+    if kind is not KeyboardInterrupt:
+        shell.showtraceback((kind, error, trace))
+        *_, (innermost, _) = traceback.walk_tb(trace)
+        if kind is NameError and innermost.f_globals is shell.user_ns:
+            print(
+                f"No cell that has run in this kernel makes {error.name}. If a cell further up"
+                " does, run that one, or choose Run › Run All Above Selected Cell."
+            )
+        return
     line = f"Stopped{where(trace, shell.user_ns)}. The kernel goes on: run any cell."
     error._render_traceback_ = lambda: [line]
     shell.showtraceback((kind, error, trace))

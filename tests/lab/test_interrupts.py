@@ -1,4 +1,4 @@
-"""A cell that is interrupted: one line says where, in a real kernel."""
+"""A cell that is interrupted, or lacks a name: a line says what to do, in a real kernel."""
 
 import queue
 import time
@@ -62,3 +62,16 @@ def test_an_interrupted_cell_says_in_one_line_where_it_stopped(kernel):
     [error] = [message["content"] for message in seen if message["msg_type"] == "error"]
     assert error["ename"] == "ZeroDivisionError"
     assert len(error["traceback"]) > 1
+
+
+def test_a_cell_that_is_run_too_early_says_which_cells_come_first(kernel):
+    _, client = kernel
+    client.execute("import ddp_course.lab\ndef early(): return seconds")
+    for code, hint in (("print(seconds)", True), ("early()", True), ("eval('seconds', {})", False)):
+        seen: list = []
+        client.execute_interactive(code, output_hook=seen.append, timeout=60)
+        [error] = [message["content"] for message in seen if message["msg_type"] == "error"]
+        assert len(error["traceback"]) > 1
+        texts = [m["content"]["text"] for m in seen if m["msg_type"] == "stream"]
+        told = "No cell that has run in this kernel makes seconds. If a cell further up"
+        assert ("".join(texts).startswith(told)) == hint, (code, texts)
