@@ -395,8 +395,7 @@ def caption(root):
         f"*`make compare` on two CPU cores: {devices} emulated devices of"
         f" {results.emulated_device['text']}, joined by {link_text(results.link)}. All end with the"
         f" same weights. A server makes {devices} devices {speeds['3']} times as fast as one, a"
-        f" ring {speeds['4']} times, buckets {speeds['5']} times. (The server's rows are shifted:"
-        " who has its average begins the next step.)*",
+        f" ring {speeds['4']} times, buckets {speeds['5']} times.*",
         width=120,
     )
 

@@ -93,8 +93,9 @@ def long_functions(source):
     names = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef):
-            has_docstring = ast.get_docstring(node) is not None
-            statements = node.body[1:] if has_docstring else node.body
+            statements = node.body
+            if ast.get_docstring(node) is not None:
+                statements = statements[1:]
             if statements and node.end_lineno - statements[0].lineno >= MOST_LINES:
                 names.append(node.name)
     return names

@@ -16,7 +16,7 @@ it, plots it, and holds it against PyTorch's own and against a formula.
 - say what this machine will and will not show you.
 
 *25 minutes, about half a minute of computing.* Run cells with Shift+Enter, from top to bottom. Guess before you
-run: a wrong guess that you wrote down teaches more than a right answer that you read. From lesson 05 on, some cells show a single
+run: a wrong guess that you wrote down teaches more than a right answer that you read. From lesson 03 on, some cells show a single
 line and three dots: they measure or draw. Run them like all others; a click on the dots shows their code.
 """
 
@@ -292,7 +292,8 @@ until its cell is run again.
 
 ## Where you are
 
-When you come back, run this cell again: points and the next task of each exercise, and how many of your guesses were right.
+When you come back, run this cell again: points and the next task of each exercise that you have begun, and how many of your guesses
+were right.
 It says the same as `ddp-course check` in a terminal; `ddp-course certificate` writes it on a page to keep, with your guesses
 and figures. (Outside a copy of the course, such as here where it was stored, one line says how to make one.)
 """

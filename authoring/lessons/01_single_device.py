@@ -137,7 +137,8 @@ use of exactly that.
 
 Both problems learn within seconds. The dashed lines are what a blind guess would cost: $\ln 10$ for ten digits,
 $\ln 256$ for bytes. A single step may stick out: some batches of source text, such as a table of numbers, look like
-nothing the model has seen.
+nothing the model has seen. (A cell that begins with `# NBVAL_CHECK_OUTPUT` is a check: it prints one line, or raises an error.
+The note is for the tests of the course, and does nothing.)
 """
 
 # %% train-both

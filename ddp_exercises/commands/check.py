@@ -128,7 +128,7 @@ def prove(result: Result, letter: str) -> None:
 
 
 def where_am_i(exercises: Exercises) -> int:
-    """Print a line for each exercise, and how many guesses were right.
+    """Print a line for each exercise that was begun, and how many guesses were right.
 
     Raises GradingError if there is no copy of the course.
     """
@@ -137,8 +137,11 @@ def where_am_i(exercises: Exercises) -> int:
         raise GradingError("no copy of the course is here; ddp-course lab makes one, in work/")
     results = overview.results_so_far(copy, exercises)
     sentence = overview.sentence(copy)
-    rows = [(each.exercise, each.in_words, each.next_task or "all solved") for each in results]
+    begun = overview.begun(copy, results)
+    rows = [(each.exercise, each.in_words, each.next_task or "all solved") for each in begun]
     print(tabulate(rows, ["exercise", "points", "next task"], disable_numparse=True))
+    if len(begun) < len(results):
+        print(f"exercises still to begin: {len(results) - len(begun)}")
     print(sentence)
     for line in overview.asked_again(copy, results):
         print(line)

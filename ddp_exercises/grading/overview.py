@@ -38,6 +38,16 @@ def results_so_far(copy: Path, exercises: Exercises) -> list[Result]:
     return results
 
 
+def begun(copy: Path, results: list[Result]) -> list[Result]:
+    """Return the results of exercises in which a task was checked; without any, the first one."""
+    checked = progress_in(copy).get("tasks", {})
+    found = []
+    for each in results:
+        if any(task.id in checked for task in each.tasks):
+            found.append(each)
+    return found or results[:1]
+
+
 def sentence(copy: Path) -> str:
     """Return how many guesses and questions were right, and when the learner was here last."""
     progress = progress_in(copy)

@@ -24,7 +24,7 @@ from . import as_typed
 FOLDERS = ("notebooks", "exercises", "docs")
 NOT_COPIED = {".ipynb_checkpoints", "__pycache__", "checks", "answers"}
 STYLE = """/* Words stay whole; on a phone a figure scrolls instead of shrinking, so that its
-letters can be read, and the title of a slider stands above it. In the dark,
+letters can be read, the title of a slider stands above it, and a bar keeps some width. In the dark,
 figures and the blocks of show.source are dark too. */
 .jp-OutputArea-output.jp-RenderedText pre { word-break: normal; overflow-wrap: anywhere; }
 @media (max-width: 800px) {
@@ -34,6 +34,7 @@ figures and the blocks of show.source are dark too. */
   .jp-OutputArea-output .widget-inline-hbox { flex-flow: row wrap; height: auto; }
   .widget-inline-hbox > .widget-label { width: 100% !important; text-align: left !important; }
   .jp-RenderedHTMLCommon, .jp-RenderedMarkdown { overflow-x: auto; }
+  .jp-OutputArea-output .widget-hprogress { min-width: 60px; }
 }
 [data-jp-theme-light="false"] .jp-OutputArea-output :is(img, [style*="color:#111"]),
 [data-jp-theme-light="false"] .jp-RenderedMarkdown img[src*="docs/figures/"] {
@@ -43,7 +44,9 @@ figures and the blocks of show.source are dark too. */
 .widget-vbox.jupyter-widgets-disconnected .widget-inline-hbox { display: none; }
 .jp-OutputArea-output > .widget-vbox.jupyter-widgets-disconnected::after {
   content: "Its kernel has ended. Run the cells down to this one again to use it.";
-}"""
+}
+/* A cell that runs says for how long. */
+.jp-InputPrompt[data-seconds]::after { content: attr(data-seconds) " s"; display: block; }"""
 SETTINGS = {
     # JupyterLab sends what sliders say to a subshell of the kernel. After a restart that the page
     # did not ask for it goes to the old one, and is lost.

@@ -9,8 +9,9 @@ function's name and plain values.
 import base64
 import inspect
 import math
-import time
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
 from html import escape
 from pkgutil import resolve_name
@@ -52,7 +53,6 @@ class Explorer(ipywidgets.VBox):
         self.message = ipywidgets.HTML()
         # It has its place also when it says nothing, so that the figure stays where it is.
         self.state = ipywidgets.HTML(layout=ipywidgets.Layout(min_height="24px"))
-        self.seconds = 0.0  # The last figure took so long.
         super().__init__([*controls.values(), self.state, self.image, self.message])
         for control in controls.values():
             control.observe(self.redraw, "value")
@@ -63,22 +63,30 @@ class Explorer(ipywidgets.VBox):
 
         While it is drawn, the browser keeps the last position of a slider, and sends that alone.
         """
-        if self.seconds > LAG_SECONDS:
-            self.state.value = "<i>drawing …</i>"
-        begin = time.perf_counter()
-        picture = self.picture()
-        # The browser keeps so much room while it loads the new image; otherwise the page would
-        # jump.
-        width, height = picture.bbox.size
-        self.image.width = str(int(width))
-        self.image.height = str(int(height))
-        self.image.value = picture.png()
-        caption = escape(picture.caption)
-        self.message.value = HIDDEN.format(caption) if picture.has_title else caption
-        self.alt = picture.alt
-        self.caption = picture.caption
-        self.state.value = ""
-        self.seconds = time.perf_counter() - begin
+        with self.saying_so():
+            picture = self.picture()
+            # The browser keeps so much room while it loads the new image; otherwise the page would
+            # jump.
+            width, height = picture.bbox.size
+            self.image.width = str(int(width))
+            self.image.height = str(int(height))
+            self.image.value = picture.png()
+            caption = escape(picture.caption)
+            self.message.value = HIDDEN.format(caption) if picture.has_title else caption
+            self.alt = picture.alt
+            self.caption = picture.caption
+
+    @contextmanager
+    def saying_so(self) -> Iterator[None]:
+        """Say that a figure is being drawn where this block takes longer than one waits gladly."""
+        timer = threading.Timer(LAG_SECONDS, setattr, (self.state, "value", "<i>drawing …</i>"))
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()  # What it says can no longer come after the next line.
+            self.state.value = ""
 
     def picture(self) -> Picture:
         """Return the figure of the present values, as a plain `Picture`."""

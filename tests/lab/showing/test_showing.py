@@ -387,6 +387,34 @@ def test_sliders_redraw_and_leave_a_picture_and_a_recipe_without_widgets(name):
     ) == size, "the page jumps while the figure loads"
 
 
+def test_a_slider_says_that_it_draws_once_that_takes_long_and_no_longer(monkeypatch):
+    made = []
+    said = []
+
+    def draw(place):
+        deadline = time.monotonic() + 20
+        while place == 1 and not made[0].state.value and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if place > 0:  # With 0 it is being made.
+            said.append(made[0].state.value)
+        if place == 3:
+            raise ValueError("nothing to draw")
+        return show.bars({"a": place}, "ms", "A bar", kind="derived")
+
+    position = widgets.choice("place", 0, [0, 1, 2, 3])
+    made.append(widgets.Explorer(draw, "nowhere:draw", place=position))
+    position.value = 1  # Its figure is not drawn before something is said.
+    assert said == ["<i>drawing …</i>"]
+    assert made[0].state.value == ""
+    with monkeypatch.context() as patched:
+        patched.setattr(widgets, "LAG_SECONDS", 60)  # The next figure takes no minute.
+        position.value = 2
+    assert said[1:] == [""]
+    with pytest.raises(ValueError, match="nothing to draw"):
+        position.value = 3
+    assert made[0].state.value == "", "a figure that failed is still being drawn"
+
+
 def test_ring_stepper_follows_the_number_of_ranks():
     stepper = widgets.ring_stepper(4)
     stepper.controls["step"].value = 6

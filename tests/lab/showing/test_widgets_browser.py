@@ -48,21 +48,16 @@ def lab(tmp_path_factory):
     Yields its address and its folder, and ends it with everything that it started.
     """
     folder = tmp_path_factory.mktemp("lab")
-    cells = [
-        nbformat.v4.new_code_cell(source) for source in [*CELLS.values(), "guess.reveal('2.1', 2)"]
-    ]
-    nbformat.write(
-        nbformat.v4.new_notebook(
-            cells=cells,
-            metadata={
-                "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}
-            },
-        ),
-        folder / "widgets.ipynb",
-    )
+    write_notebook(folder / "widgets.ipynb", *CELLS.values(), "guess.reveal('2.1', 2)")
     with running_lab(folder) as (server, token):
         start = "/lab/tree/notebooks/00_start_here.ipynb"
         yield f"{server}{start}?reset&token={token}", folder
+
+
+def write_notebook(path, *sources):
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), path)
 
 
 @pytest.mark.browser
@@ -200,6 +195,71 @@ def test_with_a_new_kernel_an_explorer_is_a_picture_that_says_how_to_wake_it(lab
         box = explorer.locator(".jp-OutputArea-output > .widget-vbox")
         said = box.evaluate("box => getComputedStyle(box, '::after').content")
         assert "Run the cells down to this one again" in said
+
+
+SLOW = """\
+import pathlib, time
+from ddp_course.lab import show
+drawn = []
+def draw(position):
+    drawn.append(position)
+    while position and not pathlib.Path("go on").exists():
+        time.sleep(0.05)
+    return show.bars({"a": position}, "ms", f"Drawn at {position}", kind="derived")
+show.widgets.Explorer(draw, "nowhere:draw", position=show.widgets.choice("place", 0, range(9)))"""
+
+
+@pytest.mark.browser
+def test_a_slider_draws_its_last_position_alone_also_after_a_restart_from_outside(lab):
+    """A figure that is being drawn waits for a file, so that the slider is always ahead of it."""
+    url, folder = lab
+    write_notebook(folder / "slow.ipynb", SLOW, "print(drawn)")
+    with running_browser() as browser, fresh_page(browser) as page:
+        page.goto(url.replace("notebooks/00_start_here", "slow"))
+        page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=90_000)
+        slow, drawn = page.locator(".jp-Notebook .jp-CodeCell").all()
+        for _ in range(2):
+            (folder / "go on").unlink(missing_ok=True)
+            run_cell(page, slow)
+            run_cell(page, drawn)
+            drawn.get_by_text("[0]", exact=True).wait_for(timeout=90_000)
+            slow.locator(".noUi-handle").focus()
+            for _ in range(5):
+                page.keyboard.press("ArrowRight")
+            slow.get_by_text("drawing …").wait_for(timeout=30_000)
+            assert slow.locator(".widget-readout").inner_text() == "5"
+            (folder / "go on").touch()
+            last = slow.locator(".widget-html-content").filter(has_text="Drawn at 5")
+            last.wait_for(timeout=30_000, state="attached")
+            slow.get_by_text("drawing …").wait_for(timeout=30_000, state="detached")
+            run_cell(page, drawn)
+            drawn.get_by_text("[0, 1, 5]", exact=True).wait_for(timeout=30_000)
+            page.evaluate(RESTART)
+
+
+@pytest.mark.browser
+def test_the_cell_that_runs_counts_its_seconds_and_those_that_wait_do_not(lab):
+    url, folder = lab
+    waiting = "import pathlib, time\nwhile not pathlib.Path('enough').exists(): time.sleep(0.05)"
+    write_notebook(folder / "long.ipynb", waiting, "print('after it')")
+    with running_browser() as browser, fresh_page(browser) as page:
+        page.goto(url.replace("notebooks/00_start_here", "long"))
+        page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=90_000)
+        for cell in page.locator(".jp-Notebook .jp-CodeCell").all():
+            run_cell(page, cell)
+        page.locator("[data-seconds='3']").wait_for(timeout=30_000)
+        counting = page.locator("[data-seconds]")
+        assert counting.evaluate_all("all => all.map(each => each.textContent)") == ["[*]:"]
+        said = counting.evaluate("prompt => getComputedStyle(prompt, '::after').content")
+        assert re.fullmatch(r'"\d+ s"', said)
+        (folder / "enough").touch()
+        page.get_by_text("after it", exact=True).last.wait_for(timeout=30_000)
+        counting.wait_for(timeout=30_000, state="detached")
+
+
+def run_cell(page, cell):
+    cell.locator(".cm-content").click()
+    page.keyboard.press("Control+Enter")
 
 
 def is_legible(diff, table):

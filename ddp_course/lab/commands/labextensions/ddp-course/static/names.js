@@ -1,6 +1,7 @@
-/* Says to those who cannot see them what figures show and what sliders, players and choices are called.
-   JupyterLab drops the alternative text of an image, and its widgets have no names. It loads this file as
-   one of its extensions; webpack, which usually makes such a file, is not needed for so little. */
+/* Says to those who cannot see them what figures show and what sliders, players and choices are called:
+   JupyterLab drops the alternative text of an image, and its widgets have no names. And it counts the seconds
+   of a cell that runs, as other notebook programs do, so that no cell looks as if it were stuck. JupyterLab loads
+   this file as one of its extensions; webpack, which usually makes such a file, is not needed for so little. */
 "use strict";
 (window._JUPYTERLAB ??= {})["ddp-course"] = {
   init() {},
@@ -17,7 +18,22 @@ function activate(app) {
     waiting = true;
   };
   new MutationObserver(soon).observe(document.body, {childList: true, subtree: true, characterData: true});
+  setInterval(() => document.querySelectorAll(".jp-Notebook").forEach(countSeconds), 1000);
   if (window.innerWidth < 500) app.restored.then(() => app.shell.collapseLeft()); // a phone has room for one
+}
+
+const queues = new WeakMap(); // of each notebook: the prompts of cells that wait, in their order
+
+function countSeconds(notebook) {
+  const stars = [...notebook.querySelectorAll(".jp-InputPrompt")].filter(prompt => prompt.textContent === "[*]:");
+  const waited = (queues.get(notebook) ?? []).filter(prompt => stars.includes(prompt));
+  const queue = [...waited, ...stars.filter(prompt => !waited.includes(prompt))];
+  queues.set(notebook, queue);
+  for (const prompt of notebook.querySelectorAll("[data-seconds]")) {
+    if (prompt !== queue[0]) delete prompt.dataset.seconds;
+  }
+  // The first one runs. Its first second is that in which it is seen.
+  if (queue.length) queue[0].dataset.seconds = 1 + Number(queue[0].dataset.seconds ?? 0);
 }
 
 function nameAll(app) {
