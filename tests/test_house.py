@@ -94,15 +94,15 @@ def long_functions(source):
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef):
             statements = node.body
-            if ast.get_docstring(node) is not None:
-                statements = statements[1:]
+            if ast.get_docstring(node):
+                _, *statements = statements
             if statements and node.end_lineno - statements[0].lineno >= MOST_LINES:
                 names.append(node.name)
     return names
 
 
 def test_a_function_that_is_too_long_is_found():
-    code = "    pass\n" * MOST_LINES
+    code = "".join("    pass\n" for _ in range(MOST_LINES))
     assert (
         long_functions(f'def f(\n    x,\n):\n    """It is long.\n\n    Very.\n    """\n{code}')
         == []
