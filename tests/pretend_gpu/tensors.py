@@ -1,6 +1,4 @@
-"""Tensors that say they are on "cuda:1" while the processor computes them, one operation after the
-other.
-"""
+"""Tensors that say they are on "cuda:1", while the processor computes them in order."""
 
 import functools
 import threading
@@ -211,8 +209,9 @@ def load_by(original):
 
 
 class Facts:
-    """What the schema of an operation says: which arguments are written, and whether it only
-    returns a view.
+    """What the schema of an operation says of it.
+
+    It says which arguments are written, and whether the operation only returns a view.
     """
 
     def __init__(self, func):
@@ -312,9 +311,7 @@ def run(func, args, kwargs, index=None):
 
 
 def target(gpus, kwargs, index):
-    """Return whether the result is on the CPU, the GPU that works, and the arguments for bare
-    values.
-    """
+    """Return whether the result is on the CPU, the GPU that works, and the bare arguments."""
     to_cpu = False
     if kwargs.get("device") is not None:
         to_cpu = kwargs["device"].type == "cpu"
@@ -366,9 +363,7 @@ def seed_all(seed):
 
 
 def makes_a_tensor(op):
-    """Return whether an operation has a `device` and no tensor among its arguments, and returns one
-    tensor.
-    """
+    """Return whether an operation has a `device`, no tensor as argument, and one as result."""
     schema = op._schema
     return (
         len(schema.returns) == 1
@@ -382,8 +377,9 @@ NOT_TRIED = ("sparse", "quantized", "cudnn", "mkldnn", "nested", "_make_dep_toke
 
 
 def register(library):
-    """Give torch kernels for "CUDA" where no tensor among the arguments leads to
-    `__torch_dispatch__`.
+    """Give torch kernels for "CUDA" where no tensor leads to `__torch_dispatch__`.
+
+    No tensor is among the arguments there.
     """
     for name in torch._C._dispatch_get_all_op_names():
         if not name.startswith("aten::") or any(word in name for word in NOT_TRIED):
@@ -408,8 +404,9 @@ def factory(op):
 
 
 def below_python(op):
-    """Return a kernel for an operation that comes here below Python's key, as in `torch.tensor(…,
-    device=…)`.
+    """Return a kernel for an operation that comes here below Python's key.
+
+    `torch.tensor(…, device=…)` is one.
     """
 
     def kernel(*args, **kwargs):
