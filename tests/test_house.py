@@ -101,12 +101,10 @@ def long_functions(source):
 
 
 def test_a_function_that_is_too_long_is_found():
-    code = "    pass\n" * MOST_LINES
-    assert (
-        long_functions(f'def f(\n    x,\n):\n    """It is long.\n\n    Very.\n    """\n{code}')
-        == []
-    )
-    assert long_functions(f"def f():\n{code}    pass\n") == ["f"]
+    code = "\n".join(["    pass"] * MOST_LINES)
+    head = 'def f(\n    x,\n):\n    """It is long.\n\n    Very.\n    """'
+    assert long_functions(f"{head}\n{code}") == []
+    assert long_functions(f"def f():\n{code}\n    pass") == ["f"]
 
 
 def test_no_function_is_longer_than_a_screen():
