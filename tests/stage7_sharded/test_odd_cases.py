@@ -76,7 +76,7 @@ def trainable(model):
 
 def clip_by_torch(model):
     """Return a function that clips the gradients of a model as torch's users do."""
-    return partial(torch.nn.utils.clip_grad_norm_, model.parameters())
+    return partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()))
 
 
 def train_in_micro_batches(way):
