@@ -37,12 +37,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_course import problems, rank_device
 from manyranks.joining.join import join
 
-WHOLE = StateDictOptions(
-    full_state_dict=True, cpu_offload=True
-)  # on rank 0, the same with every wrap and world size
-SPREAD = StateDictOptions(
-    full_state_dict=True
-)  # every rank has read all of it, and takes what is its own
+# This is on rank 0, the same with every wrap and world size.
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+# Every rank has read all of it, and takes what is its own.
+SPREAD = StateDictOptions(full_state_dict=True)
 
 
 def make_model() -> torch.nn.Module:
@@ -52,7 +50,9 @@ def make_model() -> torch.nn.Module:
 
 
 def make_batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return your data: inputs and targets of one rank in one step, the same whenever asked for."""
+    """Your data: inputs and targets of one rank in one step, the same ones when the step is run
+    again.
+    """
     generator = torch.Generator().manual_seed(1000 * step + rank)
     begin = torch.randint(200, (8, 1), generator=generator)
     text = (begin + torch.arange(65)) % 256  # each byte follows from the one before
@@ -109,7 +109,8 @@ def devices(ranks: int) -> str:
     """What so many ranks train on, in words."""
     if rank_device().type == "cuda":
         return f"{ranks} × {torch.cuda.get_device_name(rank_device())}"
-    return f"this machine's processor ({ranks} {'process' if ranks == 1 else 'processes'})"
+    noun = "process" if ranks == 1 else "processes"
+    return f"this machine's processor ({ranks} {noun})"
 
 
 def signed(run: dict) -> dict:
@@ -123,7 +124,8 @@ def train(options: argparse.Namespace) -> None:
     began = time.time()
     model = wrapped(make_model().to(rank_device()), options.wrap)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    resumed, seconds = resume(options.folder, model, optimizer), []
+    resumed = resume(options.folder, model, optimizer)
+    seconds = []
     for step in range(resumed, options.steps):
         inputs, targets = make_batch(step, dist.get_rank())
         start = time.perf_counter()

@@ -19,8 +19,9 @@ sys.dont_write_bytecode = False
 
 
 def pytest_configure(config):
-    """Give this run a temporary folder of its own until it ends, so that what is left behind in it
-    is ours.
+    """Give this run a temporary folder of its own until it ends.
+
+    What is left behind in it is ours.
     """
     is_worker = hasattr(config, "workerinput")  # Workers of pytest-xdist inherit the environment.
     if is_worker or "DDP_COURSE_TESTS" not in os.environ:
@@ -37,8 +38,9 @@ MOST_SECONDS = 3.5  # a test that takes longer is not for `make test`
 
 
 def pytest_runtest_logreport(report):
-    """Write down what each test costs, with DDP_COURSE_DURATIONS=FILE; tests/durations.py makes the
-    table from it.
+    """Write down what each test costs, with DDP_COURSE_DURATIONS=FILE.
+
+    tests/durations.py makes the table from it.
     """
     path = os.environ.get("DDP_COURSE_DURATIONS")
     if path and "PYTEST_XDIST_WORKER" not in os.environ and report.duration >= 0.1:
@@ -49,11 +51,10 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_collection_modifyitems(items):
-    """Mark as slow what has cost too much for every day, by itself or as a file; "keep" makes an
-    exception.
+    """Mark as slow what has cost too much for every day, by itself or as a file.
 
-    The files with the longest tests come first, so that no worker begins one when the others have
-    ended.
+    "keep" makes an exception. The files with the longest tests come first, so that no worker begins
+    one when the others have ended.
     """
     with DURATIONS.open(encoding="utf-8") as file:
         rows = {row["test"]: row for row in csv.DictReader(file)}
@@ -75,8 +76,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """A file's tests stay with one worker, which shares its launches; each lesson goes anywhere: it
-    shares none.
+    """A file's tests stay with one worker, which shares its launches.
+
+    Each lesson goes anywhere: it shares none.
     """
     # The import stands here, as a contributor may have come without pytest-xdist.
     from xdist.scheduler import LoadFileScheduling
@@ -105,8 +107,9 @@ def descendants():
 
 
 def entries():
-    """Return the names in the temporary folder, but for caches of pytest and torch, and what Python
-    removes at its end.
+    """Return the names in the temporary folder, but for caches and what Python removes at its end.
+
+    The caches are those of pytest and torch.
     """
     return {
         path.name

@@ -1,5 +1,4 @@
-"""python tests/durations.py FILE…: make tests/durations.csv anew from what tests cost in these
-runs.
+"""python tests/durations.py FILE…: make tests/durations.csv anew from what tests have cost.
 
 DDP_COURSE_DURATIONS=FILE make test-all writes such a file. A row for a whole file, and the reason
 of each row, stay as they are in the table; of single tests the table holds those above `LEAST`
@@ -16,9 +15,7 @@ LEAST = 4.0
 
 
 def names(test):
-    """Return under which names a test may stand in the table: with its parameters, without them,
-    as its file.
-    """
+    """Return the names of a test in the table: with parameters, without them, as its file."""
     return test, test.split("[")[0], test.partition("::")[0]
 
 

@@ -161,8 +161,9 @@ def test_only_what_can_be_loaded_is_saved(tmp_path, value, words):
 
 
 def no_space(folder):
-    """Save with a limit on the size of files, as on a full disk; returns the message and what is in
-    the folder.
+    """Save with a limit on the size of files, as on a full disk.
+
+    Return the message and what is in the folder.
     """
     checkpoint.save(folder, state_of(1))
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
@@ -211,11 +212,11 @@ def test_a_second_run_in_the_folder_is_refused_and_names_the_first(tmp_path):
 
 
 def killed_writers(folder):
-    """Fork writers that save one checkpoint after the other and kill each at a random moment, until
-    3 were writing.
+    """Fork writers that save one checkpoint after the other, and kill each at a random moment.
 
-    Returns for each: the step last known to be saved, the step that is loaded, whether all that was
-    loaded is right, and whether the writer was caught with a temporary file.
+    It goes on until 3 were writing. Returns for each: the step last known to be saved, the step
+    that is loaded, whether all that was loaded is right, and whether the writer was caught with a
+    temporary file.
     """
     chance = random.Random(1)
     outcomes = []

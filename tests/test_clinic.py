@@ -95,9 +95,7 @@ def test_a_mended_patient_trains(number, tmp_path):
 
 
 def solution():
-    """Return what the solution of task 11.5 says is wrong in each patient, and what belongs
-    there.
-    """
+    """Return what the solution of task 11.5 says is wrong in each patient, and what is right."""
     cells = json.loads(next(CLINIC.parents[1].glob("solutions/11_*.ipynb")).read_text())["cells"]
     names = {}
     answer = next(cell for cell in cells if cell["id"] == "answer-11-5")

@@ -1,5 +1,6 @@
-"""Communicating less: where nothing is left out the result is DDP's, and what is left out is kept
-or counted.
+"""Communicating less: without loss the result is DDP's, and what is left out is kept.
+
+It is kept or counted.
 """
 
 from functools import partial
@@ -142,8 +143,9 @@ def test_bytes_are_those_of_the_formulas():
 
 
 def test_what_is_left_out_is_sent_later():
-    """With feedback all that was ever computed is either sent or still kept; without, it is
-    lost.
+    """With feedback all that was ever computed is either sent or still kept.
+
+    Without it, that is lost.
     """
     weights = {}
     for feedback in (True, False):
@@ -267,8 +269,9 @@ def test_ranks_with_more_batches_than_others_are_told():
 
 
 def kept_after_one_step():
-    """DDP lays its buckets out anew after the first step: what was left out of that must not be
-    lost.
+    """Return what is kept after one step, when DDP lays its buckets out anew.
+
+    What was left out of that step must not be lost.
     """
     model = torch.nn.Linear(30, 10, bias=False)
     torch.nn.init.zeros_(model.weight)

@@ -1,5 +1,6 @@
-"""The communication thread of a process group: what shares it keeps one order, what does not share
-it cannot mix.
+"""The communication thread of a process group: what shares it keeps one order.
+
+What does not share it cannot mix.
 """
 
 import gc
@@ -32,8 +33,9 @@ WRAPS = {
 
 
 def layers(width):
-    """Return uneven layers, so that buckets of two wrappers that mix differ in size, or at least
-    in content.
+    """Return uneven layers, so that buckets of two wrappers that mix differ.
+
+    They differ in size, or at least in content.
     """
     return nn.Sequential(
         nn.Linear(6, width), SyncBatchNorm(width), nn.Tanh(), nn.Linear(width, 6)
@@ -50,8 +52,9 @@ ARRANGED = {"nested": lambda a, b, x: b(a(x)), "side by side": lambda a, b, x: a
 
 
 def two_wrappers(name, arranged, steps=4):
-    """Return how far the gradients of two models, each wrapped, are from those of both together on
-    the whole batch.
+    """Return how far the gradients of two models, each wrapped, are from those on one device.
+
+    They are both together on the whole batch there.
     """
     torch.manual_seed(0)
     pair = layers(40), layers(30)
@@ -69,9 +72,7 @@ def two_wrappers(name, arranged, steps=4):
 
 
 def whole_batch(pair, arranged, step):
-    """Return the gradients on one device, where ordinary batch normalisation sees the whole
-    batch.
-    """
+    """Return the gradients on one device, where batch normalisation sees the whole batch."""
     alone = []
     for module in pair:
         plain = nn.Sequential(
@@ -97,8 +98,9 @@ def test_two_wrappers_and_the_models_own_collectives_in_one_backward_pass(
 
 
 def in_overlapping_groups():
-    """Ranks are in different numbers of groups when their threads are made; sums tell which
-    messages met.
+    """Return sums in groups that overlap: they tell which messages met.
+
+    Ranks are in different numbers of groups when their threads are made.
     """
     rank = dist.get_rank()
     sums = []
@@ -162,8 +164,9 @@ def test_two_wrappers_one_after_the_other_use_one_thread_that_ends_with_its_grou
 
 
 def wrapped_for_one_pass(wrapper):
-    """Return the gradient of a pass through a wrapper that nobody holds, twice, with a rank's own
-    inputs.
+    """Return the gradient of a pass through a wrapper that nobody holds, twice.
+
+    The inputs are a rank's own.
     """
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
@@ -183,8 +186,9 @@ def test_a_wrapper_that_nobody_holds_still_averages(wrapper):
 
 
 def listening_wrappers():
-    """Return how many wrappers hear of a gradient after a model was wrapped three times, and a pass
-    made with the last.
+    """Return how many wrappers hear of a gradient after a model was wrapped three times.
+
+    A pass is made with the last.
     """
     model = torch.nn.Linear(3, 2)
     alive = []

@@ -1,5 +1,6 @@
-"""The recipes of docs/CONTRIBUTING.md, followed to the letter: only their files are made, and all
-is there.
+"""The recipes of docs/CONTRIBUTING.md, followed to the letter.
+
+Only their files are made, and all is there.
 """
 
 import json
@@ -135,8 +136,9 @@ def house(tmp_path):
 
 
 def run(house, *command):
-    """Return what a Python command prints in the copy, standard error after it; it must end
-    well.
+    """Return what a Python command prints in the copy, standard error after it.
+
+    It must end well.
     """
     done = subprocess.run(
         [sys.executable, *command],
@@ -158,8 +160,9 @@ def insert(path, before, text):
 
 
 def follow(house, recipe, contents):
-    """Write the files of a recipe, each with its content; files that only the project's own tests
-    need may lack one.
+    """Write the files of a recipe, each with its content.
+
+    Files that only the project's own tests need may lack one.
     """
     named = files_of(recipe)
     assert 1 <= len(named) <= 4
@@ -235,8 +238,9 @@ def test_add_an_exercise(house):
 
 
 def test_add_a_column(house):
-    """The column has the number of ranks that were counted, which the single device's row does not
-    have.
+    """The column has the number of ranks that were counted.
+
+    The single device's row does not have it.
     """
 
     def add_field(path):
@@ -265,8 +269,9 @@ def test_add_a_column(house):
 
 
 def test_add_an_all_reduce(house):
-    """The new all-reduce is the fastest where messages are small: it costs one latency, not two per
-    round.
+    """The new all-reduce is the fastest where messages are small.
+
+    It costs one latency, not two per round.
     """
 
     def export(path):

@@ -12,9 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def changed(script, diff):
-    """Return `script` after one diff of the page; each piece that the diff names stands there
-    once.
-    """
+    """Return `script` after one diff of the page; each piece that it names stands there once."""
     pieces = []
     for line in diff:
         if line[0] != "+" and (not pieces or pieces[-1][1]):

@@ -1,5 +1,6 @@
-"""What whoever hosts the course relies on: workflows, containers, Binder, citation, changelog,
-commit hooks.
+"""What whoever hosts the course relies on: workflows, containers, and what lies around.
+
+That is Binder, the citation, the changelog and commit hooks.
 """
 
 import os
@@ -47,9 +48,7 @@ LOCKED = ["-r requirements.lock", "--no-deps --editable ."]
     ],
 )
 def test_setup_takes_the_lock_where_it_can(tmp_path, minor, system, learners, tools):
-    """`make setup` and `make tools` run with a Python that only writes down what it is to
-    install.
-    """
+    """`make setup` and `make tools` run with a Python that only writes down what it installs."""
     programs = "Scripts" if system == "Windows_NT" else "bin"
     python = tmp_path / "venv" / programs / "python"
     python.parent.mkdir(parents=True)

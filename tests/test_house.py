@@ -93,21 +93,18 @@ def long_functions(source):
     names = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef):
-            statements = node.body
-            if ast.get_docstring(node):
-                _, *statements = statements
+            has_docstring = ast.get_docstring(node) is not None
+            statements = node.body[1:] if has_docstring else node.body
             if statements and node.end_lineno - statements[0].lineno >= MOST_LINES:
                 names.append(node.name)
     return names
 
 
 def test_a_function_that_is_too_long_is_found():
-    code = "".join("    pass\n" for _ in range(MOST_LINES))
-    assert (
-        long_functions(f'def f(\n    x,\n):\n    """It is long.\n\n    Very.\n    """\n{code}')
-        == []
-    )
-    assert long_functions(f"def f():\n{code}    pass\n") == ["f"]
+    code = "\n".join(["    pass"] * MOST_LINES)
+    head = 'def f(\n    x,\n):\n    """It is long.\n\n    Very.\n    """'
+    assert long_functions(f"{head}\n{code}") == []
+    assert long_functions(f"def f():\n{code}\n    pass") == ["f"]
 
 
 def test_no_function_is_longer_than_a_screen():

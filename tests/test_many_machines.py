@@ -1,5 +1,6 @@
-"""Several hosts: virtual ones where this machine allows them, and what `deploy/` would start on
-real ones.
+"""Several hosts: virtual ones, and what `deploy/` would start on real ones.
+
+This machine must allow the virtual ones.
 """
 
 import json
@@ -56,8 +57,9 @@ def assert_same_run(folder, result, tolerance=0.0):
 
 
 def finished(folder, command, seconds=240, **environment):
-    """Return what the command prints; `folder` takes the log folders that torchrun leaves
-    behind.
+    """Return what the command prints.
+
+    `folder` takes the log folders that torchrun leaves behind.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **environment}
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)

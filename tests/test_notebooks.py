@@ -1,5 +1,6 @@
-"""The lessons: they run, their checks print what is stored, and they keep to the form that makes
-them readable.
+"""The lessons: they run, their checks print what is stored, and they keep to their form.
+
+The form makes them readable.
 """
 
 import ast
@@ -56,8 +57,9 @@ def lines(cell):
 
 
 def run_nbval(paths, folder, without_namespaces=False, listen=False, cell_seconds=180, **environ):
-    """Run notebooks by nbval in `folder`, with a configuration of its own; returns the finished
-    process. With `listen`, a cell that shows nothing for five seconds fails.
+    """Run notebooks by nbval in `folder`, with a configuration of its own.
+
+    Return the finished process. With `listen`, a cell that shows nothing for five seconds fails.
     """
     ini = folder / "nbval.ini"
     ini.write_text("[pytest]\n")
@@ -99,8 +101,9 @@ def altered(notebook, world_size):
 
 
 def lessons_by_cost():
-    """Yield lessons as parameters: the two that take longest run with the rest of the slow
-    tests.
+    """Yield lessons as parameters.
+
+    The two that take longest run with the rest of the slow tests.
     """
     for path in LESSONS:
         longest = path.name.startswith(("10_", "15_"))
@@ -137,8 +140,9 @@ PLANNED = sorted(set(PLAN.findall((ROOT / "docs" / "WORKSHOP.md").read_text("utf
 
 
 def planned(notebook, sections):
-    """Return a lesson as a plan of the workshop runs it: its imports, and the cells of `sections`,
-    such as "*Predict* to *Plot*, then *Count*".
+    """Return the cells of a lesson that a plan of the workshop runs.
+
+    They are its imports and the cells of `sections`, such as "*Predict* to *Plot*, then *Count*".
     """
     headings = {}
     for position, cell in enumerate(notebook.cells):
@@ -318,11 +322,10 @@ DRAWN = {
 
 @pytest.mark.parametrize("path", LESSONS, ids=NAMES)
 def test_what_is_shown_says_where_it_comes_from(path):
-    """Every figure of numbers, in its text, and every verdict, is measured, counted, simulated or
-    derived.
+    """Every figure of numbers, in its text, and every verdict says where it comes from.
 
-    A widget has a figure beside it for where widgets do not live; questions and bars can be read
-    without one.
+    It is measured, counted, simulated or derived. A widget has a figure beside it for where widgets
+    do not live; questions and bars can be read without one.
     """
     for cell in code(read(path)):
         for output in cell.outputs:

@@ -1,5 +1,6 @@
-"""Ranks that disagree where nobody compares, as under torchrun: all end within their group's
-time-out, and name the ranks that have not come.
+"""Ranks that disagree where nobody compares, as under torchrun.
+
+All end within their group's time-out, and name the ranks that have not come.
 """
 
 import re

@@ -166,8 +166,9 @@ def test_both_projects_have_one_version():
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """The Python of an environment outside the checkout that has the course from its wheel, and the
-    libraries.
+    """The Python of an environment outside the checkout with the course from its wheel.
+
+    It has the libraries, too.
     """
     folder = tmp_path_factory.mktemp("installed")
     wheel = wheel_of(ROOT, folder)

@@ -23,9 +23,7 @@ RINGS = {"ring": stage4_ring.ring_all_reduce, "whole": stage4_ring.whole_gradien
 
 
 def reduced(cases):
-    """Run every case on this rank by each ring: the results, the traffic of each, and what gloo
-    makes of it.
-    """
+    """Run every case on this rank by each ring; return results and traffic, and gloo's."""
     outcomes = []
     for name, shape, dtype in cases:
         ours = rank_tensor(dist.get_rank(), shape, dtype)
@@ -67,8 +65,9 @@ def test_traffic_is_exactly_the_formula(world_size):
 
 
 def whole_ring_bits():
-    """Sum by the ring and the whole-gradient ring values whose sum depends on the order of
-    additions.
+    """Sum by both rings values whose sum depends on the order of additions.
+
+    The rings are the ring and the whole-gradient ring.
     """
     results = []
     for ring in RINGS.values():

@@ -1,5 +1,6 @@
-"""Losses that are no mean over samples: a pipeline ends where one process does, or says what to
-do.
+"""Losses that are no mean over samples: a pipeline ends where one process does, or refuses.
+
+It says what to do.
 """
 
 import torch

@@ -108,8 +108,10 @@ def test_messages_and_uneven_stages_take_their_time():
 
 
 def test_a_gradient_and_an_activation_share_the_way_out_of_their_rank():
-    """In 1F1B the rank in the middle sends a gradient to the left, and a pass later an activation
-    to the right, which leaves when the gradient has left.
+    """In 1F1B a gradient and an activation share the way out of the rank in the middle.
+
+    It sends a gradient to the left, and a pass later an activation to the right, which leaves when
+    the gradient has left.
     """
     rows = timetable(one_forward_one_backward(3, 3), forward=1, backward=2, message=3)
     [gradient] = [end for each, _, end in rows[1] if each == Backward(0, 1)]
@@ -675,8 +677,9 @@ def test_ranks_with_batches_of_other_sizes_are_told():
 
 
 def lbfgs():
-    """Step a pipeline with an optimizer that looks at all gradients, of which a rank has one
-    stage's.
+    """Step a pipeline with an optimizer that looks at all gradients.
+
+    A rank has those of one stage only.
     """
     stage = torch.nn.Linear(3, 3)
     pipeline = Pipeline(stage, 2)

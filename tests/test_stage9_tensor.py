@@ -26,8 +26,9 @@ def gpt(heads=4, dropout=0.0):
 
 
 def net():
-    """Return two pairs of layers of odd sizes, one without a bias, from the same bytes to logits of
-    the same shape.
+    """Return two pairs of layers of odd sizes, one without a bias.
+
+    They have the same bytes everywhere, and lead to logits of the same shape.
     """
     torch.manual_seed(0)
     first = [
@@ -98,9 +99,7 @@ def test_what_is_broken_trains_something_else(breaking):
 
 
 def traffic(tensor):
-    """Return the bytes that this rank sent in a step, what the formula says, and the bytes of its
-    gradients.
-    """
+    """Return the bytes that this rank sent in a step, the formula's, and those of its gradients."""
     model = gpt()
     data = dist.get_world_size() // tensor
     groups = stage9_tensor.mesh(data=data, tensor=tensor)
@@ -125,8 +124,9 @@ def ring_share(ranks):
 
 @pytest.mark.parametrize("data, tensor", MESHES[:3])
 def test_bytes_are_those_of_the_formula(data, tensor):
-    """There are two blocks, four all-reduces of activations in each, and one of the gradients of
-    this rank's slices.
+    """Two blocks have four all-reduces of activations each, and there is one of gradients.
+
+    These are the gradients of this rank's slices.
     """
     whole = sum(p.numel() * 8 for p in gpt().parameters())
     biases = 2 * (3 + 4) * 128 * 8
@@ -137,8 +137,9 @@ def test_bytes_are_those_of_the_formula(data, tensor):
 
 
 def against_torch(change):
-    """Return whether the groups are those of torch's mesh, and by how much an MLP's outputs and
-    gradients differ from its TP.
+    """Return whether the groups are those of torch's mesh, and how far an MLP is from its TP.
+
+    Outputs and gradients are compared.
     """
     devices = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     groups = stage9_tensor.mesh(data=2, tensor=2)
@@ -174,8 +175,9 @@ def test_it_agrees_with_torchs_parallelize_module():
 
 
 def step(model, option, clip):
-    """Run a pass after one that breaks off on all ranks; return the gradients' norm if they are
-    clipped.
+    """Run a pass after one that breaks off on all ranks.
+
+    Return the gradients' norm if they are clipped.
     """
     inputs, targets = next(batches())
     with pytest.raises(IndexError):
@@ -188,8 +190,9 @@ def step(model, option, clip):
 
 
 def twice_over(option):
-    """Take two legs of a step, split and whole again; return the distance to one device, and
-    whether all modules are back.
+    """Take two legs of a step, split and whole again; return the distance to one device.
+
+    It also returns whether all modules are back.
     """
     ours = gpt()
     one = gpt()
@@ -282,8 +285,9 @@ def test_what_cannot_be_split_stays_whole():
 
 
 def on_an_emulated_device():
-    """Train on a device that looks at gradients below the functions that a part allows; return the
-    distance.
+    """Train on a device that looks at gradients below the functions that a part allows.
+
+    Return the distance.
     """
     with Device("1GFLOP/s", "1GB/s").emulate(sleep=False):
         return distance(gpt, 2)

@@ -48,9 +48,7 @@ def test_stage_2_drives_as_many_devices_and_its_bus_carries_the_model_out_and_th
 
 
 def span_of(names):
-    """Return the seconds of a step of stage 2 on these devices, and seconds that they have
-    worked.
-    """
+    """Return the seconds of a step of stage 2 on these devices, and those that they worked."""
     model = problems.make("digits").model()
     stage2_dataparallel.train(model, problems.make("digits").batches(12, 1), 0.1, names)
     return clocks.now(), emulation.Emulation.current.busy_s

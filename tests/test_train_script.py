@@ -23,8 +23,9 @@ WORLD_SIZES = [2, pytest.param(4, marks=pytest.mark.slow)]
 
 
 def run(arguments, **changes):
-    """Return what the script does in one rank; the result without what is printed. `changes`
-    replace functions of it.
+    """Return what the script does in one rank, without what is printed.
+
+    `changes` replace functions of it.
     """
     from ddp_course import train
 
@@ -74,8 +75,9 @@ def test_split_models_side_by_side(options):
 
 
 def stopped_and_resumed(cases, folder, options):
-    """Train half way with one stage and go on with another, for each (stage, next stage); and never
-    stop at all.
+    """Train half way with one stage and go on with another; and never stop at all.
+
+    It does so for each (stage, next stage).
     """
     results = {}
     for number, (first, then) in enumerate(cases):
@@ -119,8 +121,9 @@ REAL = {
 
 
 def each_real_case(steps, folder):
-    """Return {case: result} of stages 3 to 6 on both real problems up to `steps`, from the
-    checkpoints in `folder` on.
+    """Return {case: result} of stages 3 to 6 on both real problems up to `steps`.
+
+    They go on from the checkpoints in `folder`.
     """
     results = {}
     for stage, problem in product(("3", "4", "5", "6"), REAL):
@@ -137,8 +140,9 @@ def each_real_case(steps, folder):
 
 
 def stopped_twice(folder, world_size):
-    """Stop before stage 6 rebuilds its buckets, and after, each leg in new processes; return rank
-    0's results.
+    """Stop before stage 6 rebuilds its buckets, and after; return rank 0's results.
+
+    Each leg has new processes.
     """
     for steps in (1, 3):
         launch(each_real_case, steps, f"{folder}/stopped", world_size=world_size)

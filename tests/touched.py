@@ -54,9 +54,7 @@ PACKAGES = ("manyranks", "ddp_course", "ddp_exercises", "ddp_predictions")
 
 
 def named_like(path: str) -> str | None:
-    """Return the test file or folder that has the name of a module, or of the nearest folder around
-    it.
-    """
+    """Return the test file or folder with the name of a module, or of the nearest folder around."""
     parts = list(Path(path).with_suffix("").parts)
     if parts[0] == "ddp_course":
         parts = parts[1:]

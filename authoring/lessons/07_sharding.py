@@ -83,9 +83,7 @@ no more bytes than DDP.
 
 # %% task-7-2
 def sharded_step(weights, gradients, update, group=None):
-    """Average the ranks' gradients, update this rank's chunk of the weights, and get the other
-    chunks, in place.
-    """
+    """Average gradients, update this rank's chunk of the weights, and get the others, in place."""
     raise NotImplementedError("Exercise 7.2: A sharded step")
 
 

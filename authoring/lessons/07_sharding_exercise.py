@@ -60,7 +60,7 @@ check("7.1", assign_owners)
 # sum of chunk r+1; the second sends that chunk to all. The step uses the *mean* of the ranks' gradients.
 # %% answer-7-2
 def sharded_step(weights, gradients, update, group=None):
-    """Average all gradients, update this rank's chunk of the weights, and get the others, in place."""
+    """Average gradients, update this rank's chunk of the weights, and get the others, in place."""
     ### BEGIN SOLUTION
     world_size = dist.get_world_size(group)
     for chunk in gradients:
@@ -87,7 +87,7 @@ check("7.2", sharded_step)
 # fit? Guess first: with level 1, is there a number of ranks for every model?
 # %% answer-7-3
 def fewest_ranks(parameters, memory, level):
-    """Return the fewest ranks of which each needs at most `memory` bytes; 0 if no number will do."""
+    """Return the fewest ranks of which each needs at most `memory` bytes; 0 if no number does."""
     ### BEGIN SOLUTION
     whole = (16, 4, 2, 0)[level] * parameters
     shared = 16 * parameters - whole

@@ -222,9 +222,7 @@ simplest schedule first, **GPipe**: all forward passes, then all backward passes
 
 # %% task-8-1
 def gpipe(stage, stages, micro_batches):
-    """Return the list of steps of one stage: pairs of "F" or "B" and the number of the
-    micro-batch.
-    """
+    """Return the list of steps of one stage: pairs of "F" or "B" and a micro-batch's number."""
     raise NotImplementedError("Exercise 8.1: GPipe")
 
 

@@ -21,9 +21,7 @@ from ddp_exercises import check, hint
 # All forward passes, then all backward passes, each in the order of the micro-batches.
 # %% answer-8-1
 def gpipe(stage, stages, micro_batches):
-    """Return the list of steps of one stage: pairs of "F" or "B" and the number of the
-    micro-batch.
-    """
+    """Return the list of steps of one stage: pairs of "F" or "B" and a micro-batch's number."""
     ### BEGIN SOLUTION
     return [("F", m) for m in range(micro_batches)] + [("B", m) for m in range(micro_batches)]
     ### END SOLUTION
@@ -67,8 +65,9 @@ check("8.2", one_forward_one_backward)
 # average over the stages? Guess first: do more micro-batches make it as small as you like?
 # %% answer-8-3
 def bubble(times, micro_batches):
-    """Return the share of the time, from 0 to 1, in which a stage is idle, on the average over all
-    stages.
+    """Return the share of the time, from 0 to 1, in which a stage is idle, on average.
+
+    The average is over all stages.
     """
     ### BEGIN SOLUTION
     total = sum(times) + (micro_batches - 1) * max(times)
@@ -128,9 +127,7 @@ check("8.4", most_held)
 # Schedules of this kind are called **zero bubble** (Qi et al., ICLR 2024); yours is the paper's ZB-H1 if it reaches 27.
 # %% answer-8-5
 def schedule(stages, micro_batches):
-    """Return a list of steps for each stage: pairs of "F", "B" or "W" and the number of the
-    micro-batch.
-    """
+    """Return a list of steps for each stage: pairs of "F", "B" or "W" and a micro-batch."""
     ### BEGIN SOLUTION
     orders = []
     for stage in range(stages):
@@ -215,9 +212,7 @@ def forward(stage, number):
 
 
 def backward(stage, number):
-    """Take the gradient of the output from the stage after, go backward, and hand that of the input
-    back.
-    """
+    """Take the output's gradient from the stage after, go backward, and hand the input's back."""
     ### BEGIN SOLUTION
     x, y = stage.kept.pop(number)
     if stage.after is None:

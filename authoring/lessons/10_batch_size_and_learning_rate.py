@@ -437,9 +437,7 @@ its own, the same on all ranks: `torch.randperm(dataset_size, generator=…)`, d
 
 # %% task-10-1
 def epoch_indices(dataset_size, rank, world_size, epoch, seed=0):
-    """Return the list of sample indices that `rank` trains on in `epoch`; equally many on all
-    ranks.
-    """
+    """Return the list of sample indices of `rank` in `epoch`; equally many on all ranks."""
     raise NotImplementedError("Exercise 10.1: The share of an epoch")
 
 

@@ -23,9 +23,7 @@ from ddp_exercises import check, hint
 # once more at its end. Rank r takes positions r, r+K, r+2K, and so on.
 # %% answer-10-1
 def epoch_indices(dataset_size, rank, world_size, epoch, seed=0):
-    """Return the list of sample indices that `rank` trains on in `epoch`; equally many on all
-    ranks.
-    """
+    """Return the list of sample indices of `rank` in `epoch`; equally many on all ranks."""
     ### BEGIN SOLUTION
     generator = torch.Generator().manual_seed(seed + epoch)
     order = torch.randperm(dataset_size, generator=generator).tolist()
@@ -70,9 +68,7 @@ check("10.2", learning_rate)
 # the mean `nan`. What is the mean over all samples of all ranks? `all_reduce(tensor)` sums over the ranks, in place.
 # %% answer-10-3
 def global_mean(mean, count, all_reduce):
-    """Return the mean over all samples of all ranks, the same on every rank; `mean` stays as it
-    is.
-    """
+    """Return the mean over all samples of all ranks, the same everywhere; `mean` stays as it is."""
     ### BEGIN SOLUTION
     total = mean.item() * count if count else 0.0
     both = torch.tensor([total, count], dtype=torch.float64)
@@ -113,9 +109,7 @@ def the_bug():
 
 
 def rest_of_epoch(size, rank, world_size, epoch, seed, done):
-    """Return this rank's share of the samples that are left in an epoch of which `done` have been
-    seen.
-    """
+    """Return this rank's share of the samples left in an epoch of which `done` have been seen."""
     ### BEGIN SOLUTION
     generator = torch.Generator().manual_seed(seed + epoch)
     order = torch.randperm(size, generator=generator).tolist()
@@ -143,8 +137,9 @@ check("10.4", the_bug, rest_of_epoch)
 # your teacher, and for you in a year.
 # %% answer-10-5
 def largest_rate():
-    """Return (the largest learning rate with which it learns, what you saw beyond it: a sentence of
-    six words or more).
+    """Return (the largest learning rate with which it learns, what you saw beyond it).
+
+    What you saw is a sentence of six words or more.
     """
     ### BEGIN SOLUTION
     return 0.3, "From 0.4 on the loss stays near that of guessing, and from 1 on it is sometimes nan."
@@ -171,8 +166,9 @@ check("10.5", largest_rate)
 # tokens of all micro-batches of all ranks. `all_reduce(tensor)` sums over the ranks, in place; call it once.
 # %% answer-10-6
 def losses_for_backward(sums, counts, all_reduce, world_size):
-    """Return a loss for each micro-batch, such that DDP's average is the gradient of the mean over
-    all tokens.
+    """Return a loss for each micro-batch, so that DDP's average is the gradient of the whole mean.
+
+    The whole mean is the one over all tokens.
     """
     ### BEGIN SOLUTION
     tokens = torch.tensor(float(sum(counts)))

@@ -70,7 +70,7 @@ gradient before the largest are chosen. Change neither `gradient` nor `left`; bo
 
 # %% task-14-1
 def compress(gradient, left, share):
-    """Return (values, places, left): what to send of gradient + left, where it belongs, and the rest."""
+    """Return (values, places, left): what to send of gradient + left, where, and what stays."""
     raise NotImplementedError("Exercise 14.1: Send the largest")
 
 

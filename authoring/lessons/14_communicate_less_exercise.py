@@ -22,7 +22,7 @@ from ddp_exercises import check, hint
 # nor `left`; both have one dimension.
 # %% answer-14-1
 def compress(gradient, left, share):
-    """Return (values, places, left): what to send of gradient + left, where it belongs, and the rest."""
+    """Return (values, places, left): what to send of gradient + left, where, and what stays."""
     ### BEGIN SOLUTION
     owed = gradient + left
     places = owed.abs().topk(max(1, round(share * len(owed)))).indices
@@ -171,7 +171,7 @@ check("14.4", winner, break_even)
 # int8 values and a scale of one number, and nothing else. Change neither `gradient` nor `left`.
 # %% answer-14-5
 def int8_mean(gradient, left, gather):
-    """Return (the mean over the ranks of what was sent, what is left on this rank now), in float32."""
+    """Return (the mean over ranks of what was sent, what is left on this rank now), in float32."""
     ### BEGIN SOLUTION
     owed = gradient + left
     scale = owed.abs().max() / 127

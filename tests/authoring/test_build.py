@@ -1,6 +1,4 @@
-"""The notebook builder: the same bytes each time, outputs kept, markers honoured, damage
-refused.
-"""
+"""The notebook builder: the same bytes each time, outputs kept, markers heard, damage refused."""
 
 import os
 from pathlib import Path
@@ -40,8 +38,9 @@ assert area(2) > 12
 
 @pytest.fixture
 def course(tmp_path, monkeypatch):
-    """A published course of one lesson and one exercise; `write(name, text)` makes a source,
-    `run(*args)` builds.
+    """A published course of one lesson and one exercise.
+
+    `write(name, text)` makes a source, and `run(*args)` builds.
     """
     place = tmp_path / "published.txt"
     place.write_text("https://github.com/somebody/their-course\n")

@@ -1,5 +1,6 @@
-"""The pictures of an iteration stand in their lessons, with the words that are their text, and say
-with lesson 00 what makes each stage possible.
+"""The pictures of an iteration stand in their lessons, with the words that are their text.
+
+They say with lesson 00 what makes each stage possible.
 """
 
 import re

@@ -1,5 +1,6 @@
-"""Where the course is published: nowhere, or at one address, of which badges, links and the cell
-that installs the course elsewhere are made.
+"""Where the course is published: nowhere, or at one address.
+
+Badges, links and the cell that installs the course elsewhere are made of it.
 """
 
 import re
@@ -116,8 +117,9 @@ def test_an_address_that_makes_no_badges_is_refused(address, published, tmp_path
 
 @pytest.fixture
 def install(monkeypatch, published):
-    """A function that returns the commands that the install cell runs where `environ` is set and
-    the course is `installed`, or not; pip ends with a `code`.
+    """A function that returns the commands that the install cell runs.
+
+    `environ` is set there, the course is `installed` or not, and pip ends with a `code`.
     """
     published(HOME)
 

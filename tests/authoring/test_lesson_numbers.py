@@ -46,8 +46,9 @@ def numbers(pattern, text):
 
 
 class Said(NamedTuple):
-    """What a lesson says and what it shows, as patterns; the number that follows from those shown;
-    and how far the two may be apart, as a share.
+    """What a lesson says and what it shows, as patterns.
+
+    The number that is said follows from those that are shown; the two may be apart by a share.
     """
 
     lesson: str

@@ -1,5 +1,7 @@
-"""A task that stands in a lesson is that of the exercise, word for word, and runs unsolved; a
-half-written function is right with the line that is shown.
+"""A task in a lesson is that of the exercise, and a half-written function can be completed.
+
+A task is that of the exercise word for word, and runs unsolved. A function is right with the line
+that is shown.
 """
 
 import html

@@ -1,6 +1,4 @@
-"""The course as a web site: complete, without links that lead nowhere, whole without a network, and
-it moves.
-"""
+"""The course as a web site: complete, whole without a network, no dead links, and it moves."""
 
 import json
 import math
@@ -35,9 +33,7 @@ def builder():
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The whole site, with few pictures for the explorers that tests move, and fewest for the
-    others.
-    """
+    """The whole site, with few pictures for explorers that tests move, and fewest for others."""
     folder = tmp_path_factory.mktemp("site")
     place = tmp_path_factory.mktemp("published") / "published.txt"
     place.write_text("https://github.com/somebody/their-course\n")
@@ -54,8 +50,9 @@ def site(tmp_path_factory):
 
 @cache
 def links_of(page):
-    """Return what the tags of a page lead to or load; in text and code, quotes are written as
-    entities.
+    """Return what the tags of a page lead to or load.
+
+    In text and code, quotes are written as entities.
     """
     found = re.findall(
         r"""<[^<>]*?\s(?:href|src)=("[^"]+"|[^\s>]+)""", page.read_text(encoding="utf-8")
@@ -215,8 +212,9 @@ def browser():
 
 @pytest.fixture
 def offline(site, browser):
-    """A page without a network; what it could not load, and its errors, fail the test in the
-    end.
+    """A page without a network.
+
+    What it could not load, and its errors, fail the test in the end.
     """
     with fresh_page(browser, offline=True) as page:
         wrong = []
@@ -267,8 +265,9 @@ def test_explorers_move_without_kernel_and_network(site, offline, width, scheme)
 
 
 def picture(explorer):
-    """Return what an explorer shows: its message, and its picture once that is there; the picture
-    must not be empty.
+    """Return what an explorer shows: its message, and its picture once that is there.
+
+    The picture must not be empty.
     """
     image = explorer.locator("img")
     drawn = "image => image.complete && image.naturalWidth > 200"
@@ -366,8 +365,9 @@ def test_the_table_of_the_comparison_is_not_broken_inside_words(site, offline):
 @pytest.mark.browser
 @pytest.mark.slow
 def test_the_first_page_sells_the_course_in_one_screen(site, offline):
-    """One screen shows the figure, ways to start and all rungs; on a phone nothing of the ladder is
-    cut off or tiny.
+    """One screen shows the figure, ways to start and all rungs.
+
+    On a phone nothing of the ladder is cut off or tiny.
     """
     offline.set_viewport_size({"width": 1400, "height": 900})
     offline.goto((site / "index.html").as_uri())

@@ -1,5 +1,6 @@
-"""What is recorded on a GPU is when work ran, not when it was queued; here on a GPU that only
-counts.
+"""What is recorded on a GPU is when work ran, not when it was queued.
+
+Here it is a GPU that only counts.
 """
 
 import time
@@ -74,8 +75,9 @@ class Working(torch.nn.Module):
 
 
 def train(gpu, batches, told):
-    """Steps of 2 ms forward and 4 ms backward, in which communication starts and goes on for 1 ms
-    more.
+    """Take steps of 2 ms forward and 4 ms backward.
+
+    Communication starts in them and goes on for 1 ms more.
     """
     model = Working(gpu)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -147,9 +149,7 @@ def test_the_sums_of_torchs_own_class_are_recorded(gpu, monkeypatch):
 
 
 def kernels_and_spans():
-    """On each rank, return a step of stage 6 as torch.profiler and as we see it, both in
-    seconds.
-    """
+    """On each rank, return a step of stage 6 as torch.profiler and as we see it, in seconds."""
     torch.manual_seed(0)
     layers = [layer for _ in range(8) for layer in (torch.nn.Linear(2048, 2048), torch.nn.Tanh())]
     parallel = DistributedDataParallel(torch.nn.Sequential(*layers).to(rank_device()))

@@ -1,5 +1,6 @@
-"""What torch does not promise stands in two modules, and does there what stages and exercises rely
-on.
+"""What torch does not promise stands in two modules, and does what others rely on.
+
+The others are stages and exercises.
 """
 
 import ast
@@ -82,9 +83,7 @@ def private_uses(source):
 
 
 def methods_for_torch(node):
-    """Return the private methods of a class that is derived from one of torch's, where torch's has
-    them too.
-    """
+    """Return the private methods of a class derived from one of torch's that torch's has, too."""
     found = set()
     for base in map(ast.unparse, node.bases):
         if not base.startswith(("torch.", "dist.", "torch_inside.")):
@@ -129,8 +128,9 @@ late = part("torch.optim:_Nowhere", "the moon")
 
 
 def names_given_by(path):
-    """Return the names that other modules import from one of the two: functions, constants, and
-    what it imports under a name of its own.
+    """Return the names that other modules import from one of the two.
+
+    They are functions, constants, and what it imports under a name of its own.
     """
     names = []
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -151,8 +151,9 @@ def test_each_part_has_one_home():
 
 
 def twin_of_the_default_group():
-    """Return, on a rank, whether its ranks and timeout are the group's, and whether messages on one
-    leave the other alone.
+    """Return, on a rank, whether its ranks and timeout are the group's, and messages stay apart.
+
+    Messages on one must leave the other alone.
     """
     group = torch_private.default_group()
     twin = torch_private.group_like(group)

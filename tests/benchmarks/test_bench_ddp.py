@@ -1,6 +1,4 @@
-"""`python -m benchmarks ddp` and `ring`: their promises can be broken, and the hidden share is what
-it says.
-"""
+"""`python -m benchmarks ddp` and `ring`: promises can be broken, the hidden share is right."""
 
 from dataclasses import dataclass
 

@@ -1,6 +1,4 @@
-"""What all benchmarks share: turns in changing order, the slowest rank, promises, reports that keep
-the rest.
-"""
+"""What all benchmarks share: turns in changing order, the slowest rank, promises, reports."""
 
 import argparse
 import json

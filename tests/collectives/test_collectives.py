@@ -18,8 +18,9 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.int64]
 
 
 def all_sums():
-    """Sum parameters of all shapes and dtypes by every algorithm; the pipelined ring has small
-    segments, hence many.
+    """Sum parameters of all shapes and dtypes by every algorithm.
+
+    The pipelined ring has small segments, hence many.
     """
     pipelined_ring.SEGMENT = 256
     return {

@@ -1,5 +1,7 @@
-"""A right answer is tried in every order of its messages: no right one is refuted, however busy the
-machine is, and what would go wrong is said in words, with the learner's line.
+"""A right answer is tried in every order of its messages.
+
+No right one is refuted, however busy the machine is, and what would go wrong is said in words, with
+the learner's line.
 """
 
 import multiprocessing

@@ -1,6 +1,4 @@
-"""Every exercise: what its checks need, what a check cell prints, and what is committed is in
-order.
-"""
+"""Every exercise: what its checks need, what a check cell prints, and what is committed."""
 
 import json
 import math

@@ -1,5 +1,6 @@
-"""Canvas, Moodle and Gradescope get the columns that they document; a roster says who is
-missing.
+"""Canvas, Moodle and Gradescope get their columns; a roster says who is missing.
+
+The columns are those that they document.
 """
 
 import csv
@@ -56,10 +57,10 @@ def test_canvas(roster):
 
 
 def read_by_canvas(text):
-    """Return what Canvas makes of a file: {assignment: points possible}, and for each row whom it
-    finds, and the grades.
+    """Return what Canvas makes of a file: assignments, and rows.
 
-    By the rules of lib/gradebook_importer.rb in https://github.com/instructure/canvas-lms.
+    They are {assignment: points possible}, and for each row whom it finds, and the grades. By the
+    rules of lib/gradebook_importer.rb in https://github.com/instructure/canvas-lms.
     """
     header, *rows = rows_of(text)
     assert len(header) > 3

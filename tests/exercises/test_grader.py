@@ -1,6 +1,4 @@
-"""The whole way of a submission: habits cost nothing, lazy cheats earn nothing, accidents cost
-nobody else.
-"""
+"""The whole way of a submission: habits cost nothing, cheats earn nothing, accidents stay alone."""
 
 import json
 import sys
@@ -31,8 +29,9 @@ def points(tasks):
 
 
 def load_anew():
-    """Return the modules of this rank; then load the grader's again, as after a change of a file,
-    and return whether a task is found in them.
+    """Return this rank's modules, and the number of a task that modules loaded anew find.
+
+    The grader's modules are loaded again, as after a change of a file.
     """
     loaded = set(sys.modules)
     for name in loaded:
@@ -79,8 +78,9 @@ HABITS = {
 
 
 def new_ids(notebook):
-    """Give a notebook's cells new ids and some 40 MiB of stored output, and put a first attempt in
-    front of an answer.
+    """Give a notebook's cells new ids and much stored output, and put a first attempt before one.
+
+    The output is some 40 MiB. The attempt is in front of an answer.
     """
     for place, cell in enumerate(notebook.cells):
         cell["id"] = f"new-{place}"  # The metadata still name the task.
@@ -224,8 +224,9 @@ BROKEN = {
 
 
 def hand_in_a_class(folder):
-    """Hand in what a class does: habits, cheats, accidents, notebooks that cannot be read, and what
-    lies among them.
+    """Hand in what a class does: habits, cheats, accidents, and what cannot be read.
+
+    There is also what lies among submissions.
     """
     path = hand_in(folder / "anna", HABITS, OWN_CELLS)
     notebook = nbformat.read(path, as_version=4)
@@ -261,9 +262,7 @@ def folder_of(process):
 
 @pytest.fixture(scope="module")
 def the_class(tmp_path_factory):
-    """A class, graded once: {learner: result}, {learner: {number: task}}, and how to grade it
-    again.
-    """
+    """A class, graded once: {learner: result}, {learner: {number: task}}, and a grader."""
     folder = tmp_path_factory.mktemp("class")
     report = tmp_path_factory.mktemp("report") / "r.json"
     hand_in_a_class(folder)

@@ -1,6 +1,4 @@
-"""A submission harms nobody: neither files of others, nor their processes, nor the terminal, nor
-the time.
-"""
+"""A submission harms nobody: no files of others, no processes, no terminal, and no time."""
 
 import multiprocessing
 import os
@@ -186,8 +184,9 @@ def test_a_cells_time_is_the_processors_where_others_compute_and_the_clocks_wher
 
 
 def use_a_busy_core(folder, sender):
-    """Run a cell that computes and one that sleeps, each for at most 4 seconds, beside four
-    processes on the same core.
+    """Run a cell that computes and one that sleeps, beside four processes on the same core.
+
+    Each may take at most 4 seconds.
     """
     import ipykernel.inprocess.ipkernel  # noqa: F401 (a kernel begins sooner then)
     import torch  # noqa: F401

@@ -1,6 +1,4 @@
-"""Every exercise: its checks pass all right answers, and tell each known wrong one what is wrong
-with it.
-"""
+"""Every exercise: its checks pass all right answers, and tell each known wrong one why."""
 
 from itertools import combinations
 

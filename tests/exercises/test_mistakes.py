@@ -1,5 +1,4 @@
-"""What beginners write, handed in: each is told the cell that is at fault and the mistake in it,
-and nothing else.
+"""What beginners write, handed in: each is told the cell at fault and the mistake in it.
 
 `exercises/answers` has some hundreds more. Here what matters is how a message reaches the learner:
 by way of a whole notebook, whose other answers use the one that is wrong.

@@ -1,5 +1,6 @@
-"""What people really hand in: an odd cell costs nothing but itself, an odd notebook nobody else,
-and an answer counts wherever a person would find it.
+"""What people really hand in: an odd cell costs nothing but itself.
+
+An odd notebook harms nobody else, and an answer counts wherever a person would find it.
 """
 
 import copy

@@ -1,5 +1,6 @@
-"""Who is who: folders as Canvas, Moodle, Gradescope and GitHub Classroom deliver them, and what
-teachers make of them.
+"""Who is who: folders as platforms deliver them, and what teachers make of them.
+
+The platforms are Canvas, Moodle, Gradescope and GitHub Classroom.
 """
 
 import csv

@@ -1,5 +1,6 @@
-"""What a teacher sees beyond points: questions about a learner's own code, misconceptions, and what
-is the published solution.
+"""What a teacher sees beyond points: questions, misconceptions, and published solutions.
+
+The questions are about a learner's own code.
 """
 
 import json
@@ -174,9 +175,7 @@ def test_where_you_are_says_what_asks_a_misconception_again(tmp_path):
 
 def test_revisiting_draws_what_shows_most_of_an_old_misconception(tmp_path, monkeypatch):
     class Pretended(Judge):
-        """A judge for whom each known wrong answer is wrong in as many cases as the seed's last
-        digit says.
-        """
+        """A judge for whom each known wrong answer is wrong as often as a seed's last digit."""
 
         def __init__(self, seed):
             wrong = Evidence({("the mean", case): {} for case in range(seed % 10)})

@@ -1,5 +1,6 @@
-"""Sums that are looked at when the backward pass is over, as on a GPU; what is looked at one by
-one: test_faults.py.
+"""Sums that are looked at when the backward pass is over, as on a GPU.
+
+Those that are looked at one by one are in test_faults.py.
 """
 
 import pytest

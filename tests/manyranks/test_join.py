@@ -1,6 +1,4 @@
-"""Ranks that joined a job of torchrun's: they end with it, and their store is for this machine
-alone.
-"""
+"""Ranks that joined a job of torchrun's end with it, and their store is for this machine."""
 
 import os
 import re

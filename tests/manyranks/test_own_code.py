@@ -1,5 +1,6 @@
-"""Packages that are built on the library: ranks have them loaded, and messages name the line of the
-program that called them.
+"""Packages that are built on the library: ranks have them loaded, and messages know them.
+
+They name the line of the program that called them.
 """
 
 import sys

@@ -1,5 +1,6 @@
-"""Pretended GPUs: tensors of torch's CPU build that say "cuda:1", and rules of streams and NCCL
-that are watched.
+"""Pretended GPUs: tensors that say "cuda:1", and rules of streams and NCCL that are watched.
+
+The tensors are those of torch's CPU build.
 
     environment(gpus=4, log=path)    what a process needs in its environment to have them
     read(path)                       what went wrong there: races, foreign contexts, waits of the
@@ -24,10 +25,10 @@ HOME = Path(__file__).parent
 
 
 def environment(gpus, log, patience=60.0):
-    """Return the environment of this process with `gpus` pretended GPUs; findings are appended to
-    the file `log`.
+    """Return the environment of this process with `gpus` pretended GPUs.
 
-    Who waits longer than `patience` seconds for a message counts as hanging.
+    Findings are appended to the file `log`. Who waits longer than `patience` seconds for a message
+    counts as hanging.
     """
     path = [str(HOME / "site"), os.environ.get("PYTHONPATH", "")]
     return {

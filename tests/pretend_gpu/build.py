@@ -1,6 +1,4 @@
-"""The C++ half, compiled once: `library()` is the path of the shared library, `why_not()` says what
-is missing.
-"""
+"""The C++ half, compiled once: `library()` is its path, `why_not()` says what is missing."""
 
 import hashlib
 import importlib.util

@@ -55,8 +55,10 @@ def copying(original):
 
 
 def warm_up(streams):
-    """Before a fork, run an operation if none was run yet: for the first one torch imports DTensor,
-    which takes half as long as torch itself, and each child would do it again.
+    """Before a fork, run an operation if none was run yet.
+
+    For the first one torch imports DTensor, which takes half as long as torch itself, and each
+    child would do it again.
     """
     if "torch.distributed.tensor" in sys.modules or not streams.visible():
         return

@@ -1,5 +1,6 @@
-"""Memory of pretended GPUs: a block for each storage, which knows its uses, and pools that hand
-blocks out again.
+"""Memory of pretended GPUs: a block for each storage, which knows its uses, and pools.
+
+Pools hand blocks out again.
 """
 
 import os
@@ -47,8 +48,9 @@ def is_over(use, clock):
 
 
 class Block:
-    """The memory of one storage; it comes from the pool of the stream that is current when it is
-    taken.
+    """The memory of one storage.
+
+    It comes from the pool of the stream that is current when it is taken.
     """
 
     def __init__(self, index, storage):
@@ -132,8 +134,9 @@ class Block:
 
 
 def resizing(original):
-    """`resize_` of a storage, which frees the memory of a tensor that lives on, and takes some
-    again.
+    """`resize_` of a storage, which frees the memory of a tensor that lives on.
+
+    It also takes some again.
     """
 
     def resize_(storage, size):

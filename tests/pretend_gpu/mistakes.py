@@ -1,5 +1,6 @@
-"""Mistakes that a GPU punishes late or rarely, and the right ways: `mistakes.py NAME right|wrong`
-on two ranks.
+"""Mistakes that a GPU punishes late or rarely, and the right ways.
+
+`mistakes.py NAME right|wrong` runs one on two ranks.
 """
 
 import sys

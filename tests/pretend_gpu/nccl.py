@@ -1,5 +1,6 @@
-"""NCCL's manners for pretended GPUs. torch's own process group stays; c10d's operators are met
-on their way.
+"""NCCL's manners for pretended GPUs.
+
+torch's own process group stays; c10d's operators are met on their way.
 
 - A group's communicator is made by its first collective or first batch of messages: everybody
   comes, each rank with a
@@ -78,8 +79,9 @@ class PretendNCCL(dist.ProcessGroupGloo):
 
 
 class Message:
-    """A piece of work for a communicator, as seen from the bytes [start, end) that it reads or
-    writes.
+    """A piece of work for a communicator, seen from the bytes [start, end) that it touches.
+
+    It reads or writes them.
     """
 
     def __init__(self, task, start, end):
@@ -302,8 +304,9 @@ def collective(func, args, kwargs):
 
 
 def functional(func, args, kwargs):
-    """Meet an operator of torch's functional collectives, which DTensor calls: the result is new,
-    and the stream has waited for it.
+    """Meet an operator of torch's functional collectives, which DTensor calls.
+
+    The result is new, and the stream has waited for it.
     """
     name = func._schema.name.partition("::")[2]
     tensor = args[0]

@@ -1,5 +1,7 @@
-"""A trace of torch's profiler as it would be with GPUs: for each operation a kernel that it has
-launched, and NCCL's for each collective. Their times are the processor's.
+"""A trace of torch's profiler as it would be with GPUs.
+
+It has a kernel for each operation that launches one, and NCCL's for each collective. Their times
+are the processor's.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""`make gpu-rehearsal`: run lessons and solutions to their end on pretended GPUs, and say what
-a real one would punish.
+"""`make gpu-rehearsal`: run lessons and solutions to their end on pretended GPUs.
+
+It says what a real one would punish.
 
     make gpu-rehearsal    every lesson and solution, on 1, 2, 4 and 8 GPUs
     make gpu-rehearsal ARGS="--gpus 4 notebooks/00_start_here.ipynb"
@@ -59,8 +60,9 @@ COLUMNS = "{:<50}{:>5}{:>6}{:>6}  {:<40}{:>8}{:>6}{:>8}  {}"
 
 
 def run(path, gpus, log):
-    """Run a notebook with so many GPUs; return its errors, such as "cell 3: NameError: …", and the
-    number of figures that it has made.
+    """Run a notebook with so many GPUs; return its errors, and the number of its figures.
+
+    An error is such as "cell 3: NameError: …".
     """
     notebook = nbformat.read(path, 4)
     notebook.cells.insert(0, nbformat.v4.new_code_cell(BEFORE))

@@ -48,9 +48,7 @@ def distance(ours, exact):
 
 
 def pipelines():
-    """Return how far a pipeline ends from one device with schedules that send to and fro, and
-    around.
-    """
+    """Return how far a pipeline ends from one device with schedules to and fro, and around."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(6, 6) for _ in range(12)]
     model = torch.nn.Sequential(*layers).double().to(rank_device())
@@ -87,8 +85,9 @@ def sums():
 
 
 def gradients_of_stage_6(what, device):
-    """Take three steps with a bitmap of unused parameters or SyncBatchNorm beside communication, a
-    hook, or uneven data.
+    """Take three steps of stage 6 with something odd beside communication.
+
+    That is a bitmap of unused parameters, SyncBatchNorm, a hook, or uneven data.
     """
     torch.manual_seed(0)
     norm = stage6_ddp.SyncBatchNorm(8) if "batch norm" in what else torch.nn.Identity()
@@ -117,8 +116,9 @@ def hooks_join_and_the_models_own_collectives():
 
 
 def everything():
-    """On each rank, return {what: distance}, and {what: how often a step waits with few parts
-    and with many}.
+    """On each rank, return {what: distance}, and {what: how often a step waits}.
+
+    A step waits with few parts and with many.
     """
     far = distances(["3", "4", "4w", "5", "6", "7", "7o", "8", "9"])
     far |= pipelines() | sums() | hooks_join_and_the_models_own_collectives()
@@ -129,8 +129,9 @@ def everything():
 
 
 def waits_of_a_step(what, parts):
-    """Return how often the processor waits for the GPU in a step with so many norms, parameters or
-    micro-batches.
+    """Return how often the processor waits for the GPU in a step with so many parts.
+
+    Parts are norms, parameters or micro-batches.
     """
     torch.manual_seed(0)
     inputs = torch.randn(48, 8).to(rank_device())

@@ -1,9 +1,8 @@
-"""Tensors that say they are on "cuda:1" while the processor computes them, one operation after the
-other.
-"""
+"""Tensors that say they are on "cuda:1", while the processor computes them in order."""
 
 import functools
 import threading
+from typing import NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map
@@ -211,8 +210,9 @@ def load_by(original):
 
 
 class Facts:
-    """What the schema of an operation says: which arguments are written, and whether it only
-    returns a view.
+    """What the schema of an operation says of it.
+
+    It says which arguments are written, and whether the operation only returns a view.
     """
 
     def __init__(self, func):
@@ -251,14 +251,22 @@ def bare(value):
     return value.raw if isinstance(value, PretendTensor) else value
 
 
-def uses_of(facts, args, kwargs):
-    """Return (tensor, whether it is written) for all arguments."""
-    uses = []
-    for argument, writes in zip(args, facts.written, strict=False):
-        uses += [(tensor, writes) for tensor in tensors_in(argument)]
-    for name, argument in kwargs.items():
-        uses += [(tensor, name in facts.written_names) for tensor in tensors_in(argument)]
-    return uses
+class Argument(NamedTuple):
+    """A tensor among the arguments of an operation, and whether the operation writes it."""
+
+    tensor: torch.Tensor
+    writes: bool
+
+
+def arguments_of(facts, args, kwargs):
+    """Return an Argument for each tensor among the arguments of an operation."""
+    found = []
+    for value, writes in zip(args, facts.written, strict=False):
+        found += [Argument(tensor, writes) for tensor in tensors_in(value)]
+    for name, value in kwargs.items():
+        writes = name in facts.written_names
+        found += [Argument(tensor, writes) for tensor in tensors_in(value)]
+    return found
 
 
 def check_devices(facts, gpus, others):
@@ -277,10 +285,10 @@ def check_devices(facts, gpus, others):
 def run(func, args, kwargs, index=None):
     """Run one operation on the processor; note what it reads, writes and makes, on which stream."""
     facts = facts_of(func)
-    uses = uses_of(facts, args, kwargs)
-    pretended = [(tensor, writes) for tensor, writes in uses if isinstance(tensor, PretendTensor)]
-    others = [tensor for tensor, _ in uses if not isinstance(tensor, PretendTensor)]
-    gpus = dict.fromkeys(tensor.gpu for tensor, _ in pretended)
+    arguments = arguments_of(facts, args, kwargs)
+    pretended = [each for each in arguments if isinstance(each.tensor, PretendTensor)]
+    others = [each.tensor for each in arguments if not isinstance(each.tensor, PretendTensor)]
+    gpus = dict.fromkeys(argument.tensor.gpu for argument in pretended)
     if func not in TWO_DEVICES:
         check_devices(facts, gpus, others)
     to_cpu, index, kwargs = target(gpus, kwargs, index)
@@ -288,21 +296,22 @@ def run(func, args, kwargs, index=None):
     where = place()
     clock = queue_with(key, gpus)
     if not facts.view:
-        for tensor, writes in pretended:
-            tensor.use(key, clock, writes, where)
+        for argument in pretended:
+            argument.tensor.use(key, clock, argument.writes, where)
     to_host = func is A.copy_.default and not isinstance(args[0], PretendTensor)
     if func in HOST_WAITS or to_cpu or to_host:
         host_waits(clock, facts.name.removeprefix("aten::"))
     result = with_generator(facts.random, index, func, args, kwargs)
     if to_cpu:
         return result
-    same = {id(tensor.raw): tensor for tensor, _ in pretended} | {id(t): t for t in others}
+    given = {id(bare(each.tensor)): each.tensor for each in arguments}
 
     def dress(value):
         if not isinstance(value, torch.Tensor):
             return value
-        if id(value) in same:
-            return same[id(value)]
+        # An operation may return an argument, which is then the same tensor, and no new one.
+        if id(value) in given:
+            return given[id(value)]
         new = PretendTensor(value, index)
         if not facts.view and not facts.empty:
             new.use(key, clock, True, where)
@@ -311,10 +320,16 @@ def run(func, args, kwargs, index=None):
     return tree_map(dress, result)
 
 
+class Target(NamedTuple):
+    """Whether a result is on the CPU, the GPU that works, and the arguments for bare values."""
+
+    to_cpu: bool
+    gpu: int
+    kwargs: dict
+
+
 def target(gpus, kwargs, index):
-    """Return whether the result is on the CPU, the GPU that works, and the arguments for bare
-    values.
-    """
+    """Return where an operation works, and its arguments for bare values, as a Target."""
     to_cpu = False
     if kwargs.get("device") is not None:
         to_cpu = kwargs["device"].type == "cpu"
@@ -324,7 +339,7 @@ def target(gpus, kwargs, index):
         kwargs = {**kwargs, "pin_memory": False}
     if index is None:
         index = next(iter(gpus))
-    return to_cpu, index, kwargs
+    return Target(to_cpu, index, kwargs)
 
 
 def queue_with(key, gpus):
@@ -340,7 +355,8 @@ def queue_with(key, gpus):
 
 def with_generator(random, index, func, args, kwargs):
     """Call an operation; a random one draws from the generator of its GPU."""
-    args, kwargs = tree_map(bare, args), tree_map(bare, kwargs)
+    args = tree_map(bare, args)
+    kwargs = tree_map(bare, kwargs)
     if not random:
         return func(*args, **kwargs)
     before = torch.get_rng_state()
@@ -366,9 +382,7 @@ def seed_all(seed):
 
 
 def makes_a_tensor(op):
-    """Return whether an operation has a `device` and no tensor among its arguments, and returns one
-    tensor.
-    """
+    """Return whether an operation has a `device`, no tensor as argument, and one as result."""
     schema = op._schema
     return (
         len(schema.returns) == 1
@@ -382,8 +396,9 @@ NOT_TRIED = ("sparse", "quantized", "cudnn", "mkldnn", "nested", "_make_dep_toke
 
 
 def register(library):
-    """Give torch kernels for "CUDA" where no tensor among the arguments leads to
-    `__torch_dispatch__`.
+    """Give torch kernels for "CUDA" where no tensor leads to `__torch_dispatch__`.
+
+    No tensor is among the arguments there.
     """
     for name in torch._C._dispatch_get_all_op_names():
         if not name.startswith("aten::") or any(word in name for word in NOT_TRIED):
@@ -408,8 +423,9 @@ def factory(op):
 
 
 def below_python(op):
-    """Return a kernel for an operation that comes here below Python's key, as in `torch.tensor(…,
-    device=…)`.
+    """Return a kernel for an operation that comes here below Python's key.
+
+    `torch.tensor(…, device=…)` is one.
     """
 
     def kernel(*args, **kwargs):

@@ -1,5 +1,6 @@
-"""Pretended GPUs find planted mistakes and mutants of the course's own waits, and are silent on the
-right code.
+"""Pretended GPUs find planted mistakes and mutants of waits, and are silent on right code.
+
+The mutants are of the course's own waits.
 """
 
 import os
@@ -111,9 +112,7 @@ def kinds_of(findings):
 
 
 def marked(names):
-    """Return the parameters of a test: one is for make test-rest, and all others are for the
-    week.
-    """
+    """Return the parameters of a test: one is for make test-rest, and all others for the week."""
     parameters = []
     for name in names:
         mark = pytest.mark.slow if name in ALWAYS else pytest.mark.weekly

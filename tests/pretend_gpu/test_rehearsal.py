@@ -1,5 +1,6 @@
-"""Lessons and solutions run to their end on pretended GPUs, and nothing is found that a real one
-would punish.
+"""Lessons and solutions run to their end on pretended GPUs, and no fault is found.
+
+A fault is what a real GPU would punish.
 """
 
 import csv

@@ -1,5 +1,6 @@
-"""Train with the course's stages on two pretended GPUs: `train_all.py [STAGE…]`. Prints how far
-from one device.
+"""Train with the course's stages on two pretended GPUs: `train_all.py [STAGE…]`.
+
+Prints how far they end from one device.
 """
 
 import sys

@@ -1,5 +1,6 @@
-"""Train under torchrun while a rank is killed every few seconds: the run must end with the bits of
-one without faults.
+"""Train under torchrun while a rank is killed every few seconds.
+
+The run must end with the bits of one without faults.
 
     python tests/soak/faults.py --minutes 30
 
@@ -107,8 +108,9 @@ def run_with_faults(options, world_size, minutes, every, pause, chance, folder, 
 
 
 def soak(minutes, every=20.0, world_size=2, pause=0.03, seed=0, enough=math.inf):
-    """Train once for `minutes`, with faults; return (faults, steps), raise AssertionError if a bit
-    differs.
+    """Train once for `minutes`, with faults; return (faults, steps).
+
+    Raises AssertionError if a bit differs.
     """
     steps = int(60 * minutes / pause)  # the pauses of these steps alone take `minutes`
     options = [*OPTIONS, "--steps", str(steps), "--every", "10", "--seed", str(seed)]

@@ -91,8 +91,9 @@ def is_expected(error, message, fault, world_size):
 
 
 def attempt(fault, world_size, names, chance):
-    """Launch once with one fault; return the name of the exception that was raised, or "none", and
-    its message.
+    """Launch once with one fault; return the exception that was raised, or "none", and its message.
+
+    The exception is given by its name.
     """
     source = fault.cell(world_size)
     linecache.cache["<fault>"] = (len(source), None, source.splitlines(True), "<fault>")
@@ -111,8 +112,9 @@ def attempt(fault, world_size, names, chance):
 
 
 def attack(name, delay, stop):
-    """Interrupt the running launch or kill one of its processes, in a thread, if the fault comes
-    from outside.
+    """Interrupt the running launch or kill one of its processes, in a thread.
+
+    It does so if the fault comes from outside.
     """
     if name not in FROM_OUTSIDE:
         return

@@ -1,12 +1,11 @@
-"""Break the course by small faults and see whether its tests notice: `python
-tests/soak/mutation.py --count 30`.
+"""Break the course by small faults and see whether its tests notice.
 
-Run `pip install cosmic-ray` first. Its operators make the mutants: an operator or a number is
-changed, a condition is negated, a decorator or a loop's body is left out. `--count` mutants of each
-file are drawn. Each is put into a copy of this folder, and counts as killed if the file's tests
-fail or do not end in time. Prints the share of killed mutants and the diffs of the survivors;
-`--only stage7` takes the files with this word in their path. The results of each file are kept in
-results/mutants.json.
+Call it as `python tests/soak/mutation.py --count 30`. Run `pip install cosmic-ray` first. Its
+operators make the mutants: an operator or a number is changed, a condition is negated, a decorator
+or a loop's body is left out. `--count` mutants of each file are drawn. Each is put into a copy of
+this folder, and counts as killed if the file's tests fail or do not end in time. Prints the share
+of killed mutants and the diffs of the survivors; `--only stage7` takes the files with this word in
+their path. The results of each file are kept in results/mutants.json.
 """
 
 import argparse
@@ -63,9 +62,7 @@ name = "local"
 
 
 def tests_of_modules():
-    """Return {module: the tests that check it}; of several patterns that fit the last one
-    counts.
-    """
+    """Return {module: the tests that check it}; of several fitting patterns the last one counts."""
     tests_of = {}
     for pattern, tests in TESTS.items():
         for file in sorted(ROOT.glob(pattern)):
@@ -75,8 +72,9 @@ def tests_of_modules():
 
 
 def annotations_of(source):
-    """Return (begin, end) of each annotation, both as (line, column): a fault there changes
-    nothing.
+    """Return (begin, end) of each annotation, both as (line, column).
+
+    A fault there changes nothing.
     """
     places = []
     for node in ast.walk(ast.parse(source)):

@@ -97,10 +97,10 @@ class Field(torch.autograd.Function):
 
 
 class Model(nn.Module):
-    """Two branches, of which those in `which` take part, and a last layer; `bomb` says where the
-    model explodes.
+    """Two branches, of which those in `which` take part, and a last layer.
 
-    A "spare" output has a layer of its own, and the loss does not use it.
+    `bomb` says where the model explodes. A "spare" output has a layer of its own, and the loss does
+    not use it.
     """
 
     def __init__(self, traits):
@@ -227,8 +227,9 @@ def as_torch_can(operations, settings):
 
 
 def operation(draw, traits, settings):
-    """Return one step of a program: (what, arguments); arguments may differ between ranks, and then
-    are a list.
+    """Return one step of a program: (what, arguments).
+
+    Arguments may differ between ranks, and then are a list.
     """
     what = draw.choice(OPERATIONS)
     changing = settings.get("find_unused_parameters") and not settings.get("static_graph")
@@ -289,8 +290,9 @@ class Player:
             wrapper.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
     def play(self):
-        """Yield after each operation its name, the error that refused it (or None), and all
-        tensors.
+        """Yield after each operation its name, the error that refused it, and all tensors.
+
+        The error is None if it was not refused.
         """
         for what, of_all_ranks in self.operations:
             arguments = {}
@@ -383,8 +385,9 @@ class Player:
             self.optimizer = torch.optim.SGD(trained, lr=0.05)
 
     def late_backward(self, which, set_to_none):
-        """Leave no_sync() before the backward pass: what counts is that the forward pass ran
-        inside.
+        """Leave no_sync() before the backward pass.
+
+        What counts is that the forward pass ran inside.
         """
         self.zero(set_to_none)
         with ExitStack() as contexts:
@@ -458,8 +461,9 @@ def differences(first, count, reached):
 
 
 def counted(first, count, reached):
-    """Yield the numbers from `first` on; the file `reached` has the number of the program that
-    runs.
+    """Yield the numbers from `first` on.
+
+    The file `reached` has the number of the program that runs.
     """
     for number in range(first, first + count):
         Path(reached).write_text(str(number))
@@ -533,8 +537,9 @@ EVERY = {
 
 
 def collective_difference(number, groups):
-    """Sum integers of a random shape, stride and type in one or two threads, each on a group of its
-    own.
+    """Sum integers of a random shape, stride and type in one or two threads.
+
+    Each thread has a group of its own.
     """
     draw = random.Random(number)
     rank = dist.get_rank()
@@ -572,8 +577,9 @@ def other_differences(first, count, reached):
 
 
 def run(play, first, count, world_size, batch=100, timeout=300.0):
-    """Play `count` programs, `batch` per launch; return {number: error}. A program that hangs
-    counts as wrong.
+    """Play `count` programs, `batch` per launch; return {number: error}.
+
+    A program that hangs counts as wrong.
     """
     wrong = {}
     start = first

@@ -1,12 +1,11 @@
-"""Random training programs for stages 7, 7o and 8 against one device: `python
-tests/soak/programs78.py 1000`.
+"""Random training programs for stages 7, 7o and 8 against one device.
 
-A program is a model (tied, frozen, unused, sometimes used or repeated layers, layers in place or of
-one parameter, several dtypes), an optimizer with groups and a schedule, and steps: passes that
-accumulate, evaluation, clipping, updates left out, exceptions in forward, backward or a hook on all
-ranks, state dicts loaded back, and in the middle a change of the world size, with whole state dicts
-handed over. Weights, norms and optimizer states must equal those of one device; programs in which
-they do not are shown.
+Call it as `python tests/soak/programs78.py 1000`. A program is a model (tied, frozen, unused,
+sometimes used or repeated layers, layers in place or of one parameter, several dtypes), an
+optimizer with groups and a schedule, and steps: passes that accumulate, evaluation, clipping,
+updates left out, exceptions in forward, backward or a hook on all ranks, state dicts loaded back,
+and in the middle a change of the world size, with whole state dicts handed over. Weights, norms and
+optimizer states must equal those of one device; programs in which they do not are shown.
 """
 
 import random
@@ -65,9 +64,7 @@ class InFloat32(torch.nn.Linear):
 
 
 class Twice(torch.nn.Linear):
-    """A layer that uses its weights twice, and its bias once more outside of the linear
-    function.
-    """
+    """A layer that uses its weights twice, and its bias once more outside the linear function."""
 
     def forward(self, inputs):
         """(N, WIDTH) to the same."""
@@ -75,8 +72,9 @@ class Twice(torch.nn.Linear):
 
 
 class Sometimes(torch.nn.Linear):
-    """A layer for some samples only; a rank that has none of these samples does not use the
-    layer.
+    """A layer for some samples only.
+
+    A rank that has none of these samples does not use the layer.
     """
 
     def forward(self, inputs):
@@ -173,8 +171,9 @@ def drawn(seed, stage):
 
 
 def build(program, stage):
-    """Return the model of a program, and its trap; if training starts from rank 0's weights, other
-    ranks get other weights.
+    """Return the model of a program, and its trap.
+
+    If training starts from rank 0's weights, other ranks get other weights.
     """
     starts_from_rank_0 = stage in ("7", "7o")
     torch.manual_seed(program["seed"] + 1000 * dist.get_rank() * starts_from_rank_0)
@@ -234,8 +233,9 @@ class Player:
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
 
     def in_stages(self, world_size):
-        """Return the model as a pipeline of one stage per rank, or of two where the schedule goes
-        around twice.
+        """Return the model as a pipeline of one stage per rank, or of two.
+
+        A rank has two where the schedule goes around twice.
         """
         schedule = SCHEDULES[self.program["schedule"]]
         try:
@@ -281,8 +281,9 @@ class Player:
         return clipper.clip_grad_norm_(max_norm, norm_type).item()
 
     def state(self):
-        """Return the state dicts of model and optimizer, whole; a pipeline has no optimizer of the
-        whole.
+        """Return the state dicts of model and optimizer, whole.
+
+        A pipeline has no optimizer of the whole.
         """
         if self.stage == "8":
             for stage, part in enumerate(self.parts):
@@ -296,8 +297,9 @@ class Player:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load(self, state):
-        """Go on from state dicts of any stage and world size; those of a model are loaded before it
-        is sharded.
+        """Go on from state dicts of any stage and world size.
+
+        Those of a model are loaded before it is sharded.
         """
         if self.stage == "7":
             self.forward.load_optimizer_state_dict(self.optimizer, state["optimizer"])
@@ -307,8 +309,9 @@ class Player:
 
 
 def play(program, stage, steps, start=None):
-    """Play the `steps` (a slice) of a program, from the result `start` of another player; return
-    what is compared.
+    """Play the `steps` (a slice) of a program; return what is compared.
+
+    It goes on from the result `start` of another player.
     """
     player = Player(program, stage, start and start["state"])
     norms = []
@@ -372,8 +375,9 @@ def numbers(value):
 
 
 def apart(one, other):
-    """Return the greatest difference of two outcomes, relative to 1 or the larger; infinite if they
-    do not match.
+    """Return the greatest difference of two outcomes, relative to 1 or the larger.
+
+    It is infinite if they do not match.
     """
     ours = numbers(one)
     theirs = numbers(other)
@@ -384,15 +388,17 @@ def apart(one, other):
 
 
 def tolerance(program):
-    """Allow for rounding in the least exact dtype, which Adam magnifies where gradients are near
-    zero.
+    """Allow for rounding in the least exact dtype.
+
+    Adam magnifies it where gradients are near zero.
     """
     return 2e-3 if "float32" in program["layers"] else 1e-7
 
 
 def failures(stage, world_sizes, seeds):
-    """Return the programs of `seeds` in which a rank of `stage` ends elsewhere than one device:
-    (program, difference).
+    """Return the programs of `seeds` in which a rank ends elsewhere than one device.
+
+    Each is (program, difference). The ranks train by `stage`.
     """
     programs = [drawn(seed, stage) for seed in seeds]
     expected = launch(whole, programs, world_size=1, timeout=600)[0]
@@ -424,8 +430,9 @@ def failures(stage, world_sizes, seeds):
 
 
 def main(count):
-    """Play `count` programs for each stage and change of world size; return whether any program was
-    wrong.
+    """Play `count` programs for each stage and change of world size.
+
+    Return whether any program was wrong.
     """
     bad = 0
     for start in range(0, count, 50):

@@ -1,9 +1,8 @@
-"""After an exception, stages 5 and 6 work correctly or refuse: where it happens x on which ranks x
-the stage.
+"""After an exception, stages 5 and 6 work correctly or refuse.
 
-A rank that catches its error and goes on must never train alone: its next passes give the gradients
-of one device on the whole batch, or raise; whoever waits for a rank that has given up is told, at
-the latest, by the timeout.
+Cases are: where it happens x on which ranks x the stage. A rank that catches its error and goes on
+must never train alone: its next passes give the gradients of one device on the whole batch, or
+raise; whoever waits for a rank that has given up is told, at the latest, by the timeout.
 """
 
 import pytest
@@ -63,8 +62,9 @@ def fail_once(parallel, model, where):
 
 
 def afterwards(stage, where, failing):
-    """Return what three passes after the exception were like on this rank: "works" or "refuses",
-    with the words.
+    """Return what three passes after the exception were like on this rank, with the words.
+
+    They are "works" or "refuses".
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))

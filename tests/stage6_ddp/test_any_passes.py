@@ -1,5 +1,6 @@
-"""Forward and backward passes in any order and number: the gradients are those of one process, or
-the pass is refused.
+"""Forward and backward passes in any order and number: right, or the pass is refused.
+
+Right gradients are those of one process.
 """
 
 from functools import partial
@@ -170,9 +171,7 @@ def own_gradients_allowed(model, x, y):
 
 
 def turns(model, x, y):
-    """Train a discriminator with two passes, and then a generator, while the discriminator is
-    frozen.
-    """
+    """Train a discriminator with two passes, and then a generator while it is frozen."""
     noise = (2 * y).requires_grad_()
     (loss_of(model(x)) - loss_of(model(noise.detach()))).backward()
     model.requires_grad_(False)
@@ -297,9 +296,7 @@ class OneProcess(Net):
 
 
 def outcome(program, wrap, warm):
-    """Return the words of the refusal, or "right", or how far the gradients are from one
-    process's.
-    """
+    """Return a refusal's words, or "right", or how far gradients are from one process's."""
     group = dist.new_group()
     model = Net()
     wrapper = wrap(model, process_group=group)

@@ -1,5 +1,6 @@
-"""What is refused before the first step, function by function; devices are played by "meta", which
-needs no GPU.
+"""What is refused before the first step, function by function.
+
+Devices are played by "meta", which needs no GPU.
 """
 
 from functools import partial

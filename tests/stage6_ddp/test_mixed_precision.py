@@ -1,5 +1,6 @@
-"""What is cast by `mixed_precision`, and what is not; bytes and gradients are looked at in
-test_stage6_ddp.py.
+"""What is cast by `mixed_precision`, and what is not.
+
+Bytes and gradients are looked at in test_stage6_ddp.py.
 """
 
 import pytest
@@ -14,8 +15,9 @@ KEPT = {"kept.weight", "kept.bias", "kept_buffer"}
 
 
 class Mixed(torch.nn.Module):
-    """Layers, an integer parameter and buffers, some of which are to be left alone; it notes the
-    dtypes it met.
+    """Layers, an integer parameter and buffers, some of which are to be left alone.
+
+    It notes the dtypes that it met.
     """
 
     def __init__(self):

@@ -1,5 +1,6 @@
-"""Others who look at a gradient, or at a bucket, while the backward pass runs: torch's class and
-ours, bit for bit.
+"""Others who look at a gradient, or at a bucket, while the backward pass runs.
+
+torch's class and ours are compared bit for bit.
 """
 
 import copy
@@ -29,8 +30,9 @@ def linear():
 
 
 def train(forward, module, steps=6):
-    """Return the gradients and weights after each step of training `module` with `forward`, on
-    inputs of this rank's own.
+    """Return the gradients and weights after each step of training `module` with `forward`.
+
+    The inputs are this rank's own.
     """
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     results = []
@@ -75,9 +77,7 @@ def read_by_a_hook(DDP):
 
 
 def flat_gradients(DDP):
-    """Their owner lays each gradient into one flat tensor as soon as it is there, and finds the
-    averages in it.
-    """
+    """Lay each gradient into one flat tensor as soon as it is there, and find averages in it."""
     layers = nn.Sequential(linear(), linear())
     sizes = [p.numel() for p in layers.parameters()]
     flat = torch.zeros(sum(sizes))
@@ -162,8 +162,9 @@ def hooked(DDP, hook, make_state=lambda: None, layers=None):
 
 
 def cleared_by_a_hook(DDP):
-    """Let go of all gradients in the middle of the pass: the parameters get the averages all the
-    same.
+    """Let go of all gradients in the middle of the pass.
+
+    The parameters get the averages all the same.
     """
     layers = nn.Sequential(linear(), linear())
     layers[0].weight.register_hook(lambda grad: layers.zero_grad())
@@ -284,8 +285,9 @@ def test_a_sharded_model_is_refused():
 
 
 def whole_step(wrap, compiled):
-    """Return the weights after steps of which forward, backward and update may be compiled
-    together.
+    """Return the weights after steps whose parts may be compiled together.
+
+    The parts are forward, backward and update.
     """
     module = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
     parallel = wrap(module)

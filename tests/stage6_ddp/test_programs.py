@@ -1,5 +1,6 @@
-"""A short run of the random programs of `tests/soak/programs.py`; the long one is that file's
-own.
+"""A short run of the random programs of `tests/soak/programs.py`.
+
+The long one is that file's own.
 """
 
 import pytest

@@ -52,8 +52,9 @@ def test_a_weight_that_a_static_graph_has_not_used_before_is_named():
 
 
 def sizes_of_buckets(limits):
-    """Return the sizes in bytes of the buckets after two passes, if each rank asks for another
-    limit.
+    """Return the sizes in bytes of the buckets after two passes.
+
+    Each rank asks for another limit.
     """
     limit = limits[dist.get_rank()]
     parallel = DistributedDataParallel(TwoOfThree(), bucket_cap_mb=limit / MIB)
@@ -71,8 +72,9 @@ def test_rank_0_says_how_large_buckets_are():
 
 
 def without_data(settings, names):
-    """Return the gradients of models of one and of three parameters, where only rank 0 has data;
-    and the weights of the second.
+    """Return the gradients of models of one and of three parameters, where only rank 0 has data.
+
+    The weights of the second are returned, too.
     """
     found = []
     for model, arguments in ((Scale(), ()), (TwoOfThree(), (names,))):
@@ -90,8 +92,9 @@ def without_data(settings, names):
 
 @pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}])
 def test_a_rank_may_have_no_data_at_all(settings):
-    """Such a rank learns the buckets' order as the others do, and what nobody uses has no
-    gradient.
+    """A rank without data learns the buckets' order as the others do.
+
+    What nobody uses has no gradient.
     """
     names = "ab" if "find_unused_parameters" in settings else "abc"
     (one, three), (a, b, c) = launch(without_data, settings, names, world_size=2, timeout=60)[0]

@@ -42,8 +42,9 @@ def failure(case, kind):
 
 @functools.cache
 def outcomes(kind, world_size):
-    """Return the results of all cases from one launch; if that fails, one case spoilt it and each
-    gets a launch of its own.
+    """Return the results of all cases from one launch.
+
+    If that fails, one case spoilt it and each gets a launch of its own.
     """
     try:
         names = [name for name in CASES if kind != "torch" or name not in TORCH_FAILS]
@@ -125,8 +126,9 @@ def test_buckets_are_torchs(world_size):
 
 
 def assignment_pair(seed):
-    """Return torch's and our assignment of random tensors: mixed dtypes, sparse ones, one or
-    more limits, an order or none.
+    """Return torch's and our assignment of random tensors.
+
+    They have mixed dtypes, may be sparse, and have one or more limits, and an order or none.
     """
     draw = random.Random(seed)
     dtypes = [torch.float32, torch.float64, torch.float16]
@@ -217,8 +219,9 @@ def nothing_left_behind(DDP):
 
 
 def sparse(DDP):
-    """Where torch has nothing or raises: with our all-reduce, and on a rank that has nothing to add
-    or no data.
+    """Use sparse gradients where torch has nothing or raises.
+
+    That is with our all-reduce, and on a rank that has nothing to add or no data.
     """
     rank = dist.get_rank()
     plugged = DDP(stage6_cases.seeded(stage6_cases.Words), all_reduce=ring_all_reduce)
@@ -279,8 +282,9 @@ def the_loop(DDP):
 
 
 def channels_last_after_wrapping(DDP):
-    """The gradients' strides change behind the wrapper's back; torch's class then mixes their
-    elements up.
+    """Change the gradients' strides behind the wrapper's back.
+
+    torch's class then mixes their elements up.
     """
 
     def make():

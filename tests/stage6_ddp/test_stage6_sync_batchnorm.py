@@ -1,5 +1,6 @@
-"""SyncBatchNorm against BatchNorm on the whole batch, and torch's formula for the running
-averages.
+"""SyncBatchNorm against BatchNorm on the whole batch, and torch's formula for averages.
+
+These are the running averages.
 """
 
 from contextlib import ExitStack
@@ -26,8 +27,9 @@ SETTINGS = {
 
 
 def shares(sizes, shape, step, offset=100.0):
-    """Return all ranks' inputs, far from zero so that E[x^2] - E[x]^2 would lose all digits in
-    float32.
+    """Return all ranks' inputs, which are far from zero.
+
+    So E[x^2] - E[x]^2 would lose all digits in float32.
     """
     generator = torch.Generator().manual_seed(step)
     whole = offset + torch.randn(sum(sizes), *shape, generator=generator)
@@ -58,8 +60,9 @@ def largest_error(pairs):
 
 
 def against_batch_norm(sizes, shape, settings, layer_class=SyncBatchNorm):
-    """Return the largest error of the layer's outputs, gradients and buffers on the ranks, beside
-    those of BatchNorm in float64 on the whole batch.
+    """Return the largest error of the layer's outputs, gradients and buffers on the ranks.
+
+    They are compared with those of BatchNorm in float64 on the whole batch.
     """
     sizes = sizes[: dist.get_world_size()]
     mine, whole = layer_pair(shape, settings, layer_class)
@@ -136,8 +139,9 @@ def test_one_collective_each_way_and_none_in_evaluation():
 
 
 def in_evaluation():
-    """Return how far the layer is from BatchNorm on this rank's batch alone, with and without
-    running averages.
+    """Return how far the layer is from BatchNorm on this rank's batch alone.
+
+    It has running averages, or none.
     """
     inputs = shares((4, 3), (6,), 0)[dist.get_rank()]
     errors = []
@@ -155,8 +159,9 @@ def test_evaluation_is_ordinary_batch_normalisation():
 
 
 def in_half_precision(dtype):
-    """Return the dtype of the outputs, and how far outputs and gradients are from those of the same
-    numbers in float32.
+    """Return the dtype of the outputs, and how far all is from the same numbers in float32.
+
+    All are outputs and gradients.
     """
     results = []
     for kind in (dtype, torch.float32):
@@ -187,8 +192,9 @@ def test_inputs_in_half_precision_beside_weights_in_float32(dtype):
 
 
 def in_a_model():
-    """Convert, wrap and train a model; return how far it ends from one process with BatchNorm on
-    the whole batch.
+    """Convert, wrap and train a model; return how far it ends from one process.
+
+    That one has BatchNorm on the whole batch.
     """
 
     def make():

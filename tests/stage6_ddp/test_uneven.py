@@ -1,6 +1,4 @@
-"""`join`, looked at from inside and from after: whose buffers go on, and what a wrapper keeps of
-it.
-"""
+"""`join`, looked at from inside and from after: whose buffers go on, and what is kept of it."""
 
 from contextlib import nullcontext
 
@@ -15,8 +13,9 @@ CLASSES = {"torch": TorchDDP, "ours": DistributedDataParallel}
 
 
 def train(parallel, steps):
-    """Run some passes, the second without communication; return the running mean with which each of
-    them begins.
+    """Run some passes, the second without communication.
+
+    Return the running mean with which each of them begins.
     """
     began = []
     handle = parallel.module.register_forward_pre_hook(
@@ -34,8 +33,9 @@ def train(parallel, steps):
 
 
 def joined_twice(kind):
-    """Return the means at the beginning of all passes, and the last gradient: rank 0 has data for
-    longer, rank 1, neither.
+    """Return the means at the beginning of all passes, and the last gradient.
+
+    Rank 0 has data for longer, rank 1, neither.
     """
     parallel = CLASSES[kind](torch.nn.BatchNorm1d(2))
     with parallel.join():
@@ -49,8 +49,9 @@ def joined_twice(kind):
 
 
 def test_the_buffers_that_go_on_are_those_that_go_on_with_torch():
-    """A rank with data decides, then the last one, and where join is switched off rank 0; it shows
-    in the values.
+    """A rank with data decides, then the last one, and where join is switched off rank 0.
+
+    It shows in the values.
     """
     ranks = launch(lambda: {kind: joined_twice(kind) for kind in CLASSES}, world_size=2, timeout=60)
     for rank in ranks:

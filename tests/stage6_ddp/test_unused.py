@@ -18,8 +18,9 @@ def test_each_node_is_met_once():
 
 
 def test_outputs_behind_the_entrance_keep_their_structure():
-    """Tensors with a graph are copied, so that they may be changed in place; the others stay the
-    same objects.
+    """Tensors with a graph are copied, so that they may be changed in place.
+
+    The others stay the same objects.
     """
     weight = torch.nn.Parameter(torch.ones(2))
     plain = torch.zeros(2)

@@ -76,7 +76,7 @@ def trainable(model):
 
 def clip_by_torch(model):
     """Return a function that clips the gradients of a model as torch's users do."""
-    return partial(torch.nn.utils.clip_grad_norm_, model.parameters())
+    return partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()))
 
 
 def train_in_micro_batches(way):
@@ -192,8 +192,9 @@ class PartlyUsed(torch.nn.Module):
 
 
 def trained_in_part(sharded_model):
-    """Return how much three steps with weight decay change each weight of a layer, at least and at
-    most, where only rank 1 uses `some`.
+    """Return how much three steps with weight decay change each weight of a layer.
+
+    It is the least and the most. Only rank 1 uses `some`.
     """
     torch.manual_seed(0)
     model = PartlyUsed()

@@ -106,8 +106,9 @@ def test_loops_over_modules_parameters_and_buffers_do_what_they_do_on_one_device
 
 
 def what_is_seen():
-    """Return the names of modules, parameters and buffers, wrapped and not, and those of a model
-    around.
+    """Return the names of modules, parameters and buffers, wrapped and not.
+
+    Those of a model around them are returned, too.
     """
     plain = model()
     wrapped = FullyShardedDataParallel(model())
@@ -149,8 +150,9 @@ class Tied(Module):
 
 
 def tied():
-    """Return the distance to one device after three steps, an error and an evaluation in
-    between.
+    """Return the distance to one device after three steps, with an error in between.
+
+    There is an evaluation in between, too.
     """
     torch.manual_seed(0)
     ours = Tied().double()

@@ -32,8 +32,9 @@ def trapped():
 
 
 def train(stage, place):
-    """Train; in the second step something goes wrong at `place` on rank 1, which catches it and
-    goes on.
+    """Train; in the second step something goes wrong at `place` on rank 1.
+
+    It catches that and goes on.
     """
     model, trap = trapped()
     forward = FullyShardedDataParallel(model) if stage == "7" else model
@@ -55,8 +56,9 @@ def train(stage, place):
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_one_rank_fails_and_nobody_trains_alone(place):
-    """The rank that failed is a collective behind; its next one is compared with the others' before
-    it is sent.
+    """The rank that failed is a collective behind.
+
+    Its next one is compared with the others' before it is sent.
     """
     with pytest.raises((RankError, LaunchTimeout)) as raised:
         launch(train, "7", place, world_size=2, timeout=20)
@@ -91,8 +93,9 @@ def outside_launch():
 
 
 def test_a_rank_that_left_out_an_update_does_not_get_through():
-    """An optimizer cannot know that a step was left out; the ranks that made it wait for one more,
-    and are told.
+    """An optimizer cannot know that a step was left out.
+
+    The ranks that made it wait for one more, and are told.
     """
     with pytest.raises((RankError, LaunchTimeout), match=r"rank 1|connection"):
         launch(train, "7o", "forward", world_size=2, timeout=10)
@@ -105,8 +108,9 @@ def test_outside_launch_messages_of_two_blocks_do_not_mix():
 
 
 def update_fails(ranks):
-    """Raise in the update itself, between reduce-scatter and allgather; then take another step, and
-    a state dict.
+    """Raise in the update itself, between reduce-scatter and allgather.
+
+    Then take another step, and a state dict.
     """
     model = tiny_model()
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
@@ -163,8 +167,9 @@ def pipelined(place, ranks, anew):
     [*product(("forward", "backward"), [(0,), (1,), (0, 1)], [False]), ("backward", (0, 1), True)],
 )
 def test_a_pipeline_refuses_to_go_on_after_a_broken_step(place, ranks, anew):
-    """The ranks that did not fail wait for messages that never come, until one that refuses has
-    ended.
+    """The ranks that did not fail wait for messages that never come.
+
+    The wait ends when one that refuses has ended.
     """
     with pytest.raises(RankError, match=r"has failed before \(Boom") as raised:
         launch(pipelined, place, ranks, anew, world_size=2, timeout=60)
@@ -172,8 +177,9 @@ def test_a_pipeline_refuses_to_go_on_after_a_broken_step(place, ranks, anew):
 
 
 def broken_then_backward():
-    """Make two graphs; the first backward pass fails, the second is asked for without a forward
-    pass in between.
+    """Make two graphs, of which the first fails in its backward pass.
+
+    The second is asked for without a forward pass in between.
     """
     model, trap = trapped()
     parallel = FullyShardedDataParallel(model)

@@ -1,5 +1,6 @@
-"""A few of the random programs for stages 7, 7o and 8; thousands of them:
-tests/soak/programs78.py.
+"""A few of the random programs for stages 7, 7o and 8.
+
+There are thousands of them in tests/soak/programs78.py.
 """
 
 import pytest

@@ -48,8 +48,9 @@ def groups(model):
 
 
 def train_averaged(model, optimizer, batches, scheduler=None):
-    """Train as stage 1 does if the optimizer averages; otherwise with rings as in stage 5, which
-    add in the same order.
+    """Train as stage 1 does if the optimizer averages, and otherwise with rings as in stage 5.
+
+    These add in the same order.
     """
     parameters = [
         parameter for members in optimizer.param_groups for parameter in members["params"]
@@ -67,8 +68,9 @@ def train_averaged(model, optimizer, batches, scheduler=None):
 
 
 def laid_out_alike(optimizer):
-    """Lay an optimizer's parameters end to end in memory, and return it: where a matrix begins
-    decides how BLAS multiplies it.
+    """Lay an optimizer's parameters end to end in memory, and return it.
+
+    Where a matrix begins decides how BLAS multiplies it.
     """
     for bucket in assign_buckets(
         [parameter for members in optimizer.param_groups for parameter in members["params"]]
@@ -78,8 +80,9 @@ def laid_out_alike(optimizer):
 
 
 def sharded_beside_unsharded(dtypes=(torch.float32, torch.float64)):
-    """Return, for each optimizer, weights and state dict, sharded and not, and the bytes of state
-    that this rank holds.
+    """Return, for each optimizer, weights and state dict, sharded and not, and bytes of state.
+
+    The bytes are those that this rank holds.
     """
     place = (dist.get_rank(), dist.get_world_size())
     results = {}
@@ -124,8 +127,9 @@ def test_the_sharded_optimizer_gives_the_bits_of_the_unsharded_one(world_size):
 
 
 def assert_state_is_sharded(held, parameters, world_size, itemsize=4, moments=2):
-    """Assert that every rank holds its chunk's share of the optimizer state, no more; all shares
-    together are the whole.
+    """Assert that every rank holds its chunk's share of the optimizer state, no more.
+
+    All shares together are the whole.
     """
     assert max(held) <= moments * itemsize * -(-parameters // world_size)
     assert sum(held) == moments * itemsize * parameters
@@ -171,8 +175,9 @@ def steps_of(parallel, batches, optimizer=None):
 
 
 def fully_sharded_training():
-    """Return the weights after training, in several ways that must all agree; and how far stage 5
-    is from it.
+    """Return the weights after training in several ways that must all agree.
+
+    How far stage 5 is from them is returned, too.
     """
     place = (dist.get_rank(), dist.get_world_size())
     results = {}
@@ -227,8 +232,9 @@ def test_a_step_moves_three_times_the_parameters(world_size):
 
 
 def peak_of_a_step(layers):
-    """Return the bytes that a step with Adam takes at its peak, above those of a process that has
-    done all this before.
+    """Return the bytes that a step with Adam takes at its peak.
+
+    They are above those of a process that has done all this before.
     """
     # M_MMAP_THRESHOLD: memory that is freed goes back at once.
     ctypes.CDLL(None).mallopt(-3, 1 << 16)
@@ -266,8 +272,9 @@ def memory(key):
 
 
 def allowed(layers, world_size):
-    """Return 16 P/K bytes and a tenth, and two blocks: the one that computes and the one that is
-    fetched ahead.
+    """Return 16 P/K bytes and a tenth, and two blocks.
+
+    They are the one that computes and the one that is fetched ahead.
     """
     return 1.1 * 16 * layers * 512**2 / world_size + 2 * 4 * 512**2
 

@@ -17,8 +17,9 @@ EXERCISES = sorted(int(path.stem) for path in (ROOT / "exercises/checks").glob("
 
 
 def tried(task, sources, seed):
-    """Return, for the solution and each answer (as source), its evidence and its verdict, on the
-    same inputs.
+    """Return, for the solution and each answer (as source), its evidence and its verdict.
+
+    All have the same inputs.
     """
     idle = "\n".join(f"def {name}(*args, **kwargs): pass" for name in task.names)
     known = [idle, *(answer.source for answer in known_wrong(task.number))]
@@ -34,8 +35,9 @@ _tried = {}  # {(task, seed, source): evidence}
 
 
 def evidence_of(task, sources, seed):
-    """Return the evidence of answers; one that was tried with the same inputs before is not tried
-    again.
+    """Return the evidence of answers.
+
+    One that was tried with the same inputs before is not tried again.
     """
     inputs = task.inputs(seed)
     new = [text for text in dict.fromkeys(sources) if (task.number, seed, text) not in _tried]
@@ -77,8 +79,9 @@ def notebook_of(exercise, folder="solutions"):
 
 
 def hand_in(folder, answers, own=()):
-    """Write the solution notebook with these {task: source} in it, after cells of the learner's
-    own; its path.
+    """Write the solution notebook with these {task: source} in it, and return its path.
+
+    The answers stand after cells of the learner's own.
     """
     (exercise,) = {int(task.split(".")[0]) for task in answers}
     notebook = notebook_of(exercise)

@@ -1,5 +1,6 @@
-"""A Chromium for tests, or a skip where there is none: one browser for a whole module, a fresh page
-for each test.
+"""A Chromium for tests, or a skip where there is none.
+
+A module has one browser, and each test a fresh page.
 """
 
 import shutil

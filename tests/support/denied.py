@@ -1,5 +1,6 @@
-"""A Python that may make no network namespaces, as on many hubs: `python denied.py -m MODULE`,
-say.
+"""A Python that may make no network namespaces, as on many hubs.
+
+Call it as `python denied.py -m MODULE`.
 """
 
 import ctypes

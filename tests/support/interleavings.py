@@ -1,7 +1,7 @@
-"""Small random programs of messages, and what all their interleavings come to: the oracle for
-`every_order`.
+"""Small random programs of messages, and what all their interleavings come to.
 
-A program has a list of steps for each rank, which has three buffers and a sum of what it read:
+They are the oracle for `every_order`. A program has a list of steps for each rank, which has three
+buffers and a sum of what it read:
 
     ("send", message, buffer, peer)   post, the bytes leave at any moment until the wait is over
     ("receive", message, buffer, peer)
@@ -25,8 +25,9 @@ BUFFERED, UNBUFFERED, CHECKING = range(3)  # the networks
 
 
 class Outcome(NamedTuple):
-    """What all interleavings come to: the different ends, whether one is a deadlock, and whether
-    a wait is missing.
+    """What all interleavings come to: the different ends, and what may be wrong.
+
+    It says whether one is a deadlock, and whether a wait is missing.
     """
 
     ends: frozenset
@@ -35,9 +36,7 @@ class Outcome(NamedTuple):
 
     @property
     def right(self) -> bool:
-        """Whether all interleavings end, in the same way, and nothing is left that nobody waited
-        for.
-        """
+        """Whether all interleavings end in the same way, and nothing is left unwaited for."""
         return not self.deadlock and not self.unwaited and len(self.ends) == 1
 
 
@@ -58,8 +57,9 @@ def starting_buffers(rank: int) -> tuple:
 
 
 def right_program(draw: random.Random) -> Program:
-    """Return a program whose steps, in the order in which they are drawn, never wait and never
-    touch a buffer on its way.
+    """Return a program that is right in the order in which its steps are drawn.
+
+    They never wait and never touch a buffer on its way.
     """
     ranks = draw.randint(2, 3)
     steps: list = [[] for _ in range(ranks)]
@@ -108,8 +108,9 @@ def touch(draw: random.Random, steps: list, in_use: list) -> None:
 
 
 def with_fault(draw: random.Random, program: Program) -> Program:
-    """Return the program after one change that may be a fault: a step goes or moves, or all
-    messages block.
+    """Return the program after one change that may be a fault.
+
+    A step goes or moves, or all messages block.
     """
     steps = [list(own) for own in program.steps]
     own = draw.choice([of_rank for of_rank in steps if of_rank])
@@ -124,8 +125,9 @@ def with_fault(draw: random.Random, program: Program) -> Program:
 
 
 def with_race(draw: random.Random, program: Program) -> Program | None:
-    """Return the program with one touch more, of a buffer between a post and its wait; None if it
-    sends nothing.
+    """Return the program with one touch more, of a buffer between a post and its wait.
+
+    Return None if it sends nothing.
     """
     steps = [list(own) for own in program.steps]
     posts = []
@@ -147,8 +149,9 @@ def with_race(draw: random.Random, program: Program) -> Program | None:
 
 
 def blocking(own: tuple) -> list:
-    """Return the steps of a rank that waits for each of its sends at once, and posts each receive
-    where it waits for it.
+    """Return the steps of a rank that waits for each of its sends at once.
+
+    It posts each receive where it waits for it.
     """
     receives = {step[1]: step for step in own if step[0] == "receive"}
     steps: list = []
@@ -175,9 +178,7 @@ def makes_sense(steps: list) -> bool:
 
 
 class State(NamedTuple):
-    """One moment of a run: places in the programs, buffers, sums, and what each message has come
-    to.
-    """
+    """One moment of a run: places in the programs, buffers, sums, and what became of messages."""
 
     places: tuple
     buffers: tuple
@@ -237,8 +238,9 @@ def misses_a_wait(program: Program) -> bool:
 
 
 def successors(program: Program, state: State, network: int) -> Any:
-    """Yield the states that may follow: a rank makes a step, bytes are read, or bytes are
-    delivered.
+    """Yield the states that may follow.
+
+    A rank makes a step, bytes are read, or bytes are delivered.
     """
     taken = dict(state.taken)
     sends, receives = posted(program, state)
@@ -325,8 +327,9 @@ def matched(program: Program) -> list[tuple]:
 
 
 def mark_of(message: int) -> int:
-    """Return what the checking network writes into a buffer that waits for a message: no program
-    has a number below 0.
+    """Return what the checking network writes into a buffer that waits for a message.
+
+    No program has a number below 0.
     """
     return -1 - message
 
@@ -343,8 +346,9 @@ def changed(row: tuple, place: int, value: Any) -> tuple:
 
 
 def play(program: Program, rank: int, send: Any, receive: Any, buffers: Any, total: Any) -> None:
-    """Really run the steps of a rank, on float64 tensors; `send` and `receive` post and return
-    what has a `wait`.
+    """Really run the steps of a rank, on float64 tensors.
+
+    `send` and `receive` post and return what has a `wait`.
     """
     works = {}
     for step in program.steps[rank]:

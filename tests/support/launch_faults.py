@@ -1,5 +1,4 @@
-"""Everything that can go wrong in a launch: the same table for the script test, the kernel test and
-the soak.
+"""Everything that can go wrong in a launch: one table for script, kernel and soak.
 
 Each fault of launch_faults.yaml is the body of a function `fault()` that runs on every rank, the
 error that the caller must get, and a pattern that its message must match; `{culprit}` is the last
@@ -27,9 +26,7 @@ HEADER += Path(__file__).with_name("rings.py").read_text(encoding="utf-8")
 
 @dataclass(frozen=True)
 class Fault:
-    """One row: what the culprit does, what the others do meanwhile, and what the caller must be
-    told.
-    """
+    """One row: what the culprit does, what the others do meanwhile, what the caller is told."""
 
     name: str
     culprit: str

@@ -1,5 +1,6 @@
-"""A ring all-reduce in plain `torch.distributed` that the flight recorder knows: what tests run
-where they need an algorithm of many messages.
+"""A ring all-reduce in plain `torch.distributed` that the flight recorder knows.
+
+Tests run it where they need an algorithm of many messages.
 """
 
 import torch

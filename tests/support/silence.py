@@ -67,8 +67,9 @@ class ListeningKernel(RunningKernel):
         self.heard = now
 
     def now(self):
-        """Return the clock, and the seconds that the kernel and its ranks have computed so far on a
-        quiet machine of two cores.
+        """Return the clock, and the seconds that the kernel and its ranks have computed so far.
+
+        They are those of a quiet machine of two cores.
         """
         kernel = psutil.Process(self.km.provisioner.pid)
         own = kernel.cpu_times()

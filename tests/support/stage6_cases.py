@@ -1,8 +1,8 @@
-"""What a DistributedDataParallel must do: each case takes the class under test and runs on every
-rank.
+"""What a DistributedDataParallel must do, as cases that run on every rank.
 
-Torch's class and ours are judged by the very same assertions. The oracle is the exact mean of the
-gradients that the ranks would compute alone, within the bound on rounding.
+Each case takes the class under test. Torch's class and ours are judged by the very same assertions.
+The oracle is the exact mean of the gradients that the ranks would compute alone, within the bound
+on rounding.
 """
 
 import copy
@@ -44,8 +44,9 @@ class Net(nn.Module):
 
 
 class Branches(nn.Module):
-    """`which` decides what takes part: "a", "b", "both" or "neither"; `last` always does, `never`
-    never does.
+    """Two branches, of which `which` takes part: "a", "b", "both" or "neither".
+
+    `last` always takes part, `never` never does.
     """
 
     def __init__(self):
@@ -99,8 +100,9 @@ def gathered(value):
 
 
 def alone(module, loss, rank):
-    """Return the gradients, a dict by name, that `loss(module, rank)` would give on `rank` without
-    any DDP; None stays None.
+    """Return {name: gradient} that `loss(module, rank)` would give on `rank` without any DDP.
+
+    None stays None.
     """
     twin = copy.deepcopy(module)
     twin.zero_grad()
@@ -109,8 +111,9 @@ def alone(module, loss, rank):
 
 
 def assert_mean(module, loss, slack=1.0):
-    """Assert that the gradients of `module` are the mean of what the ranks compute alone, and the
-    same bits on every rank.
+    """Assert that the gradients of `module` are the mean of what the ranks compute alone.
+
+    They must be the same bits on every rank.
     """
     shares = [alone(module, loss, rank) for rank in ranks()]
     for name, parameter in module.named_parameters():
@@ -166,8 +169,9 @@ def squared(module, rank, step=0):
 
 
 def train_and_check(DDP, make=Net, steps=4, set_to_none=True, loss=squared, **settings):
-    """Train a few steps in which every gradient is checked, before an optimizer changes the
-    weights.
+    """Train a few steps in which every gradient is checked, before the weights change.
+
+    An optimizer changes them.
     """
     model = seeded(make, seed=me())
     parallel = DDP(model, **settings)
@@ -211,15 +215,17 @@ class Words(nn.Module):
 
 
 def first_words(rank, step):
-    """Return the indices of words: others, and another number of them, on each rank and in each
-    step.
+    """Return the indices of words.
+
+    They are others, and another number of them, on each rank and in each step.
     """
     return torch.arange(rank, rank + 3 + step)
 
 
 def check_sparse(parallel, step, words=first_words):
-    """Run one pass; assert that the words' gradient is sparse and the mean of what the ranks
-    compute alone, zeros where unused.
+    """Run one pass; assert that the words' gradient is sparse and the mean.
+
+    It is the mean of what the ranks compute alone, and zeros where unused.
     """
     model = parallel.module
     model.zero_grad()
@@ -326,8 +332,9 @@ def bucket_layout_follows_rank_0(DDP):
 
 @case
 def communication_starts_under_the_backward_pass(DDP):
-    """The last layer's bucket leaves before the first layer's gradient is computed: seen from the
-    order of events.
+    """The last layer's bucket leaves before the first layer's gradient is computed.
+
+    The order of events shows it.
     """
     model = seeded(lambda: nn.Sequential(*[nn.Linear(5, 5) for _ in range(4)]))
     parallel = DDP(model, bucket_cap_mb=120 / 2**20)
@@ -371,8 +378,9 @@ def outputs_in_a_dataclass(DDP):
 
 
 def branching(rank, step):
-    """Return which branch a rank takes in a step: another one on each rank, and another one in each
-    step.
+    """Return which branch a rank takes in a step.
+
+    It is another one on each rank, and another one in each step.
     """
     return ("a", "b", "both", "neither")[(rank + step) % 4]
 

@@ -1,8 +1,8 @@
-"""A launch and another user of the same machine, who connects to every port that listens on the
-loopback: `python stranger.py allowed|forbidden|open [LAUNCHES [WORLD_SIZE]]`.
+"""A launch and another user of the same machine, who connects to every port on the loopback.
 
-"forbidden": the launch may make no namespaces. Both are in a network apart from the machine's, so
-that nobody else is disturbed. Prints what the launches print, and how many ports he found.
+Call it as `python stranger.py allowed|forbidden|open [LAUNCHES [WORLD_SIZE]]`. "forbidden": the
+launch may make no namespaces. Both are in a network apart from the machine's, so that nobody else
+is disturbed. Prints what the launches print, and how many ports he found.
 """
 
 import os

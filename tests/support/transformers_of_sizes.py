@@ -1,5 +1,6 @@
-"""A GPT of plain blocks for rehearsals, and the seconds of its step under torch's `fully_shard`,
-from a recurrence that knows nothing of clocks.
+"""A GPT of plain blocks for rehearsals, and the seconds of its step from a recurrence.
+
+The recurrence is that of torch's `fully_shard`, and knows nothing of clocks.
 """
 
 from torch import nn
@@ -45,8 +46,10 @@ class GPT(nn.Module):
 
 
 class Costs:
-    """Seconds of the parts of a step of a `GPT` in bfloat16: `forward` and `backward` of a block,
-    of the `head`, and a gather (or a scatter) of a `block` and of the `root`.
+    """Seconds of the parts of a step of a `GPT` in bfloat16.
+
+    They are `forward` and `backward` of a block, of the `head`, and a gather (or a scatter) of a
+    `block` and of the `root`.
     """
 
     def __init__(self, ranks, width, vocabulary, batch, seq, flops, bits):
@@ -66,8 +69,9 @@ class Costs:
 
 
 def step_of_fully_shard(costs, layers, reshard=True):
-    """Return the seconds of a step: one stream computes, one gathers, one scatters, and the wire
-    carries one thing after the other.
+    """Return the seconds of a step with one stream to compute, one to gather and one to scatter.
+
+    The wire carries one thing after the other.
     """
     device = gather = scatter = wire = 0.0
 

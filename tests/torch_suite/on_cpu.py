@@ -1,7 +1,6 @@
-"""PyTorch's own tests of DistributedDataParallel, rewritten in memory so that they run on the CPU
-with gloo.
+"""PyTorch's own tests of DistributedDataParallel, rewritten in memory to run on the CPU.
 
-The tests are methods of `DistributedTest._DistTestBase` in
+They run with gloo. The tests are methods of `DistributedTest._DistTestBase` in
 `torch/testing/_internal/distributed/distributed_test.py`, a file that the wheel brings along.
 Nearly all of them ask for GPUs, and hardly one needs them. So the file is parsed, `OnCPU` changes
 what stands in the way, and the rest is executed as it is, with the class under test as

@@ -1,5 +1,6 @@
-"""Run PyTorch's own tests of DistributedDataParallel against a class: `python
-tests/torch_suite/run.py [--ddp NAME]`.
+"""Run PyTorch's own tests of DistributedDataParallel against a class.
+
+Call it as `python tests/torch_suite/run.py [--ddp NAME]`.
 
     python tests/torch_suite/run.py                                                       # stage 6
     python tests/torch_suite/run.py --ddp torch.nn.parallel.DistributedDataParallel  # the control
@@ -45,8 +46,9 @@ def listed(world_size):
 
 
 def be_rank(module, suite, name, rank, world_size, folder):
-    """Live the life of one rank: bring the group up, run the test, leave word in `folder` of how it
-    ended.
+    """Live the life of one rank: bring the group up, run the test, leave word in `folder`.
+
+    The word says how it ended.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # The rank ends with the runner.
     log = os.open(f"{folder}/rank{rank}.log", os.O_WRONLY | os.O_CREAT)
@@ -91,8 +93,9 @@ def run_test_method(module, suite, name, rank, world_size, folder):
 
 
 def run_test(module, suite, name, world_size, limit, top):
-    """Run one test; return (why it failed or "", seconds, what the ranks printed). Nothing outlives
-    this call.
+    """Run one test; return (why it failed or "", seconds, what the ranks printed).
+
+    Nothing outlives this call.
     """
     folder = tempfile.mkdtemp(dir=top)
     for inner in ("barrier", "test_dir"):
@@ -131,11 +134,10 @@ def run_test(module, suite, name, world_size, limit, top):
 
 
 def wait_for(ranks, deadline):
-    """Wait until all have ended, or one has failed and the others had time to; return whether time
-    ran out.
+    """Wait until all have ended, or one has failed and the others had time to.
 
-    The ends are looked at and not reaped: so long the number of the process group cannot be used
-    again.
+    Return whether time ran out. The ends are looked at and not reaped: so long the number of the
+    process group cannot be used again.
     """
     while True:
         ends = [os.waitid(os.P_PID, rank, os.WEXITED | os.WNOHANG | os.WNOWAIT) for rank in ranks]

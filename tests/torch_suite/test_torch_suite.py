@@ -1,5 +1,6 @@
-"""PyTorch's own tests of DistributedDataParallel, held against stage 6: see `run.py` and the list
-tests.txt.
+"""PyTorch's own tests of DistributedDataParallel, held against stage 6.
+
+See `run.py` and the list tests.txt.
 
 What the control, torch's own class, passes is the denominator; that it still does, and that classes
 that cannot communicate fail, is looked at here for a part of the list, and for all of it by `run.py
@@ -23,8 +24,9 @@ HARD = "no_sync_grad_is_view|hook_parity_allreduce$|hook_parity_powerSGD|2D_Inpu
 
 @functools.cache
 def results(ddp="adapter.WithPrivateNames", only=""):
-    """{test: why it failed, or ""} of one run of the suite, in a process without threads, which can
-    fork ranks.
+    """{test: why it failed, or ""} of one run of the suite.
+
+    It is in a process without threads, which can fork ranks.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "results.json"

@@ -274,8 +274,9 @@ def test_a_span_that_is_missing_shows(on_devices):
 
 
 def differing(results):
-    """Return the keys of stages of which more than a twentieth is not drawn, or drawn twice, or
-    drawn as something else.
+    """Return the keys of stages of which more than a twentieth is drawn otherwise than it is.
+
+    It is not drawn, or drawn twice, or drawn as something else.
     """
     keys = []
     for stage in results.stages:

@@ -80,8 +80,9 @@ def test_prefetch_hides_gathers_but_for_the_first_of_each_pass():
 
 @pytest.mark.parametrize("problem", ["digits", "bytes"])
 def test_a_pipeline_without_latency_takes_its_compute_and_the_bubble(problem):
-    """One rank has no bubble; four take at least a quarter of the work, and the passes of the
-    others in a row.
+    """One rank has no bubble; four take a quarter of the work, and others' passes in a row.
+
+    A quarter is the least that they take.
     """
     alone, four = (
         ideals.pipelined_seconds(

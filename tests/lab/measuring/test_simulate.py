@@ -1,6 +1,4 @@
-"""The simulator: events and schedules worked out by hand, the rings of two libraries, command and
-figures.
-"""
+"""The simulator: events and schedules by hand, rings of two libraries, command and figures."""
 
 import csv
 import math
@@ -181,8 +179,9 @@ def test_resnets_have_their_published_sizes():
 
 
 def test_gloo_and_nccl_are_different_algorithms():
-    """As a control, each library's times are missed by far with the other's algorithm, fitted in
-    the same way.
+    """As a control, each library's times are missed by far with the other's algorithm.
+
+    It is fitted in the same way.
     """
     for library, other, bound in (("gloo", "nccl", 0.10), ("nccl", "gloo", 0.05)):
         table = [

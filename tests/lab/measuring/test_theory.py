@@ -1,6 +1,4 @@
-"""The closed forms: against real collectives in test_timing.py, and here against
-themselves.
-"""
+"""The closed forms, against themselves; test_timing.py has them against real collectives."""
 
 import math
 
@@ -33,8 +31,9 @@ def test_textbook_numbers():
 @settings(max_examples=30, deadline=None)
 @given(world_size=st.integers(2, 64), nbytes=bytes_strategy, costs=costs_strategy)
 def test_no_all_reduce_beats_the_bandwidth_bound(name, world_size, nbytes, costs):
-    """Each rank must send 2 (K-1)/K p bytes, or (K-1) p through the server's link (Patarasuk and
-    Yuan 2009).
+    """Each rank must send 2 (K-1)/K p bytes, or (K-1) p through the server's link.
+
+    Source: Patarasuk and Yuan 2009.
     """
     bound = 2 * (world_size - 1) / world_size * nbytes * costs.beta
     assert theory.seconds(name, nbytes, world_size, costs) >= bound * (1 - 1e-12)

@@ -8,8 +8,9 @@ from ddp_course.lab import show
 
 
 def a_ring(step):
-    """Return a ring whose two lines are `step(tensor, incoming)`, which returns what is sent
-    next.
+    """Return a ring whose two lines are `step(tensor, incoming)`.
+
+    It returns what is sent next.
     """
 
     def ring(tensor):

@@ -1,5 +1,6 @@
-"""The questions that lessons open with: each has reasons, the first answer counts, and what was
-wrong comes back in a later lesson.
+"""The questions that lessons open with: each has reasons, and the first answer counts.
+
+What was wrong comes back in a later lesson.
 """
 
 import json

@@ -222,8 +222,9 @@ def test_the_bucket_figure_shows_every_point_whole(slow):
 
 
 def overlapping(picture):
-    """Return the pairs of texts of an axis (ticks, labels, title) whose boxes share more than a
-    pixel or two.
+    """Return the pairs of texts of an axis whose boxes share more than a pixel or two.
+
+    Texts are ticks, labels and the title.
     """
     canvas = FigureCanvasAgg(picture)
     with plots.style():
@@ -290,9 +291,7 @@ def test_ring_states_end_complete_and_pass_through_one_chunk_a_rank(world_size):
 
 
 def test_ring_schedule_is_that_of_the_stage():
-    """Play the real reduce_scatter and allgather with a recording wire, and compare chunk by
-    chunk.
-    """
+    """Play the real reduce_scatter and allgather with a recording wire; compare chunk by chunk."""
     from unittest.mock import patch
 
     for rank in range(4):
@@ -479,8 +478,9 @@ MARKS = {
 
 
 def in_the_dark(colour):
-    """Return what the filter of the lab and of the site makes of a colour: inverted by 93 percent,
-    and its hue turned back by half a circle (W3C, Filter Effects).
+    """Return what the filter of the lab and of the site makes of a colour.
+
+    It is inverted by 93 percent, and its hue turned back by half a circle (W3C, Filter Effects).
     """
     inverted = np.array([0.93 * (1 - part) + 0.07 * part for part in colour])
     turned = 2 * np.array([[0.213, 0.715, 0.072]] * 3) - np.eye(3)

@@ -263,8 +263,9 @@ def run_cell(page, cell):
 
 
 def is_legible(diff, table):
-    """Assert that the words of a diff are light on dark, that a row of the table is one line, and
-    that no code goes beyond the edge.
+    """Assert that a diff is light on dark, that rows are one line, and that no code is cut off.
+
+    The words of the diff are light, and the rows are those of the table.
     """
     colour = "element => getComputedStyle(element).color.match(/\\d+/g).slice(0, 3).map(Number)"
     assert min(diff.locator(".jp-RenderedHTMLCommon div div").first.evaluate(colour)) > 150
@@ -275,8 +276,10 @@ def is_legible(diff, table):
 
 
 def explorers_answer_their_questions(page, alpha_beta, buckets):
-    """Assert that which all-reduce is fastest depends on K, and that the best bucket is neither the
-    smallest nor the largest.
+    """Assert that explorers answer the questions that stand above them.
+
+    Which all-reduce is fastest depends on K, and the best bucket is neither the smallest nor the
+    largest.
     """
     fastest = [text.split("large:")[1].split("(")[0].strip() for text in texts(page, alpha_beta, 2)]
     assert {"ring", "ring, halving-doubling"} <= set(fastest)
@@ -354,8 +357,9 @@ def drag(page, handle, track):
 
 
 def settled(element):
-    """Return where an element is once it has stood still for 0.3 s: JupyterLab moves the cells as
-    outputs above get drawn.
+    """Return where an element is once it has stood still for 0.3 s.
+
+    JupyterLab moves the cells as outputs above get drawn.
     """
     box = element.bounding_box()
     since = time.monotonic()

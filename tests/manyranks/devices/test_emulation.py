@@ -1,5 +1,6 @@
-"""The emulation at work: bookings against closed forms, equal results, hooks in time, and several
-devices in one process.
+"""The emulation at work: bookings against closed forms, equal results, and hooks in time.
+
+There may be several devices in one process.
 """
 
 import threading
@@ -176,8 +177,9 @@ def test_copies_take_the_time_of_the_bus():
 
 
 def span_of(names):
-    """Return the seconds of two threads that each compute on one of these devices, and seconds that
-    the devices have worked.
+    """Return the seconds of two threads that each compute on one of these devices.
+
+    The seconds that the devices have worked are returned, too.
     """
     ((inputs, _),) = batches()
     threads = [

@@ -89,8 +89,9 @@ def test_ranks_share_a_gpu_over_nccl_where_it_can_and_is_asked(
 
 
 def test_slurms_one_gpu_a_task_is_nccl(gpus, monkeypatch):
-    """Every task has a cuda:0 of its own, and four of them are on this host: by the count alone it
-    would be gloo.
+    """Every task has a cuda:0 of its own, and four of them are on this host.
+
+    By the count alone it would be gloo.
     """
     gpus(1)
     monkeypatch.setattr(

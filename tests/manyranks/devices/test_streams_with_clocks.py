@@ -21,9 +21,7 @@ SEQ = 64
 
 
 def sharded_steps(steps, has_values, reshard=True):
-    """Return the moments of steps under torch's `fully_shard`, and the losses where there are
-    values.
-    """
+    """Return the moments of steps under torch's `fully_shard`, and losses if there are values."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

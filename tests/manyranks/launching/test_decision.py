@@ -1,5 +1,7 @@
-"""How launches end, decided from what the caller hears, without any process: every fault of
-launch_faults.yaml as three ranks would report it, and what comes from outside.
+"""How launches end, decided from what the caller hears, without any process.
+
+Every fault of launch_faults.yaml is reported as three ranks would, and so is what comes from
+outside.
 """
 
 import re
@@ -40,8 +42,9 @@ def loses_its_peer(rank, at=1.1):
 
 
 def play(events, timeout=60.0):
-    """Hear these events, each (seconds, event), and look at the clock now and then; return the
-    ending, and when it was decided.
+    """Hear these events, and look at the clock now and then; return the ending, and when it came.
+
+    Each event is (seconds, event).
     """
     phase = Phase(Stage.STARTING, 0.0, 3, timeout)
     heard = []

@@ -1,6 +1,4 @@
-"""Launches from cells of a real Jupyter kernel: the same faults as in a script, and what only a
-kernel can do.
-"""
+"""Launches from cells of a real Jupyter kernel: a script's faults, and what only a kernel does."""
 
 import os
 import re

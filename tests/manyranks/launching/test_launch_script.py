@@ -36,8 +36,9 @@ def run_script(source, folder, *arguments, timeout=120):
 
 
 def faults_in_a_script(folder, world_sizes, start):
-    """Return what a script got for every fault at each world size, and how long an empty launch
-    takes right now.
+    """Return what a script got for every fault at each world size, and an empty launch's seconds.
+
+    These are measured right now.
     """
     lines = [
         "import json, linecache",

@@ -1,6 +1,4 @@
-"""Ranks that are started anew, for systems where forking is unsafe, tried here by asking for
-them.
-"""
+"""Ranks that are started anew, for systems where forking is unsafe; here they are asked for."""
 
 import os
 import signal

@@ -1,6 +1,4 @@
-"""Who reaches the ranks of a launch: nobody else, where namespaces are allowed and where they are
-not.
-"""
+"""Who reaches the ranks of a launch: nobody else, with namespaces and without."""
 
 import os
 import socket

@@ -1,6 +1,4 @@
-"""Emulated links: what they accept and refuse, how long a message takes, and that a link is a link
-both ways.
-"""
+"""Emulated links: what they accept and refuse, how long a message takes, and both ways."""
 
 import re
 import socket
@@ -155,9 +153,7 @@ def test_latency_counts_once_each_way():
 
 
 def two_hosts():
-    """Return the seconds from rank 0 to its neighbour on the same host, and on to the other
-    host.
-    """
+    """Return the seconds from rank 0 to its neighbour on the same host, and to the other host."""
     rank = dist.get_rank()
     tensor = torch.zeros(BYTES // 4)
     between = []
@@ -188,8 +184,9 @@ def test_ranks_of_one_host_reach_each_other_fast(mode):
 
 
 def moments_of_messages_and_collectives():
-    """Return when each message and collective has ended, in seconds after the one before; a step
-    has 1 MB.
+    """Return when each message and collective has ended, in seconds after the one before.
+
+    A step has 1 MB.
     """
     dist.barrier()  # Ranks have imported this file, which takes them time.
     moments = [now()]

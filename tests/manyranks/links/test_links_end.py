@@ -1,5 +1,6 @@
-"""However a launch over emulated links ends, nothing of it stays: no process, no namespace, no
-interface, no file.
+"""However a launch over emulated links ends, nothing of it stays.
+
+No process, no namespace, no interface and no file is left.
 """
 
 import contextlib
@@ -28,9 +29,7 @@ HOSTS = pytest.mark.skipif(bool(links.available()["hosts"]), reason="no virtual 
 
 
 def me_and_mine():
-    """Return this rank's process, those that it depends on, and the network namespaces that they
-    live in.
-    """
+    """Return this rank's process, those that it depends on, and their network namespaces."""
     me = psutil.Process()
     agent = psutil.Process(os.getppid())
     return {
@@ -43,8 +42,9 @@ def me_and_mine():
 
 
 def stay(folder):
-    """Write down who and where this rank is, then wait to be killed, or for a file that says that
-    it may end.
+    """Write down who and where this rank is, then wait to be killed, or for a file.
+
+    The file says that it may end.
     """
     partial = Path(folder, f"{dist.get_rank()}.partial")
     partial.write_text(json.dumps(me_and_mine()))
@@ -70,8 +70,9 @@ def ranks_up(folder, world_size):
 
 
 def holders(networks):
-    """Return everything in /proc that keeps one of these network namespaces alive: processes,
-    threads, descriptors.
+    """Return everything in /proc that keeps one of these network namespaces alive.
+
+    These are processes, threads and descriptors.
     """
     names = {f"net:[{network}]" for network in networks}
     holding = []

@@ -296,9 +296,7 @@ def in_a_thread(function, *args):
 
 
 def right_with_a_thread():
-    """Return numbers without a seed, an object, a counter of runs, an object without values, and a
-    clock.
-    """
+    """Return numbers without a seed, two objects, a counter of runs, and a clock."""
     RUNS.append(1)
     drawn = torch.randn(3) + random.random() + float(np.random.rand())
     in_a_thread(dist.broadcast, drawn, 0)

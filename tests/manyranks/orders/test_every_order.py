@@ -150,8 +150,10 @@ RANKS = 3
 
 
 def program_with(number):
-    """Return the random program with this number: odd ones have a fault, every fourth is as it was
-    drawn, the others have a change that all interleavings say is harmless.
+    """Return the random program with this number.
+
+    Odd ones have a fault, every fourth is as it was drawn, and the others have a change that all
+    interleavings say is harmless.
     """
     draw = random.Random(f"program {number}")
     if number % 4 == 0:

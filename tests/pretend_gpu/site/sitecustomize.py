@@ -1,5 +1,6 @@
-"""Python imports this at the start of every process: when torch has been imported, it gets its
-pretended GPUs.
+"""Give every process its pretended GPUs when torch has been imported.
+
+Python imports this at the start of every process.
 """
 
 import importlib.abc
