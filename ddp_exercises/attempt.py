@@ -41,7 +41,8 @@ COLLECTIVES = tuple(
     for name, thing in vars(dist).items()
     if name.startswith(BEGINNINGS) and type(thing) is FunctionType
 )
-# By their sizes, these are the groups of the first ranks; they last for the whole launch.
+# By their sizes, these are the groups of the first ranks, and by its size below 0 that of all ranks
+# but the first, whose numbers in the group are other ones. They last for the whole launch.
 groups: dict[int, Any] = {}
 # A `read` may draw from torch's one random state, and the grader reads in several threads.
 reading = threading.Lock()
@@ -105,6 +106,7 @@ def make_groups() -> None:
     if ranks > 1:
         for size in range(1, ranks + 1):
             groups[size] = dist.new_group(list(range(size)), timeout=LONG)
+        groups[1 - ranks] = dist.new_group(list(range(1, ranks)), timeout=LONG)
 
 
 def silence_libraries() -> None:
@@ -197,8 +199,10 @@ def probe(task: Task, answers: Sequence, inputs: dict) -> dict:
 
 
 def refuse_the_courses_own(answers: Sequence) -> None:
-    """Raise Wrong if an answer is a function of the course or of torch, or has its globals."""
+    """Raise Wrong if an answer cannot be called, or is a function of the course or of torch."""
     for answer in answers:
+        if not callable(answer):
+            raise Wrong(f"your answer is {answer!r:.40}, which cannot be called: define a function")
         # A partial has a `func`.
         function = inspect.unwrap(getattr(answer, "func", answer))
         module = getattr(function, "__globals__", {}).get("__name__") or function.__module__

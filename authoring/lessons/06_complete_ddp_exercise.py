@@ -75,6 +75,9 @@ check("6.2", used_anywhere)
 # A batch norm keeps running means in buffers, which no gradient keeps equal. Give every rank the buffers of rank
 # `src`, whatever their dtype, in place. `wire.send(tensor, rank, group)` and `wire.recv(tensor, rank, group)` wait until they are done,
 # and `wire.others(src, group)` lists the other ranks.
+#
+# `src` is a number within `group`, as `dist.get_rank(group)` is. The wire and `wire.others` name ranks by their numbers in the whole
+# job; the source's is `wire.global_rank(src, group)`. In a group of ranks 1, 2 and 3 these numbers differ.
 # %% answer-6-3
 def share_buffers(module, src=0, group=None):
     """Give every rank the buffers of rank `src`, in place; parameters stay as they are."""
@@ -84,7 +87,7 @@ def share_buffers(module, src=0, group=None):
             for peer in wire.others(src, group):
                 wire.send(buffer, peer, group)
         else:
-            wire.recv(buffer, src, group)
+            wire.recv(buffer, wire.global_rank(src, group), group)
     ### END SOLUTION
 
 
@@ -273,7 +276,8 @@ check("6.7", Reducer)
 #
 # A blog post ("Unraveling CUDA DDP: How Distributed GPUs Collaborate to Accelerate Deep Learning") prints a script like this one as "a basic example of implementing DDP".
 # torchrun starts it in four processes, two on each of two hosts with two devices each. Here `place(thing, number)` stands for `.to(number)`:
-# it puts a model or a tensor onto this host's device of that number, and returns it.
+# it puts a model or a tensor onto this host's device of that number, and returns it. Keep loss, optimizer, learning rate and batch
+# size as they are.
 # %% faulty-6-8
 def faulty_training(place, wrap, model, data, epochs):
     dist.init_process_group("gloo", init_method="tcp://localhost:10888", rank=0, world_size=1)

@@ -229,6 +229,14 @@ def reduce_scatter(chunks, group=None):
     for buffer in buffers:
         own += buffer
 
+# %% 4.2 told: lazy, without the group | go by another group, of all ranks: hand `group` on to every function of the wire
+#- left, group)
+#+ left)
+
+# %% 4.2 told: new memory | it is in new memory, as by `.data =`
+#- target += incoming
+#+ target.data = target + incoming
+
 # %% 4.3 right: buffers and copies
 def allgather(chunks, group=None):
     rank, size, left, right = wire.neighbours(group)
@@ -331,6 +339,10 @@ def allgather(chunks, group=None):
         into = chunks[(rank - step) % size]
         wire.exchange(chunks[(rank + 1 - step) % size], right, buffer, left, group)
         into.copy_(buffer[: len(into)])
+
+# %% 4.3 told: lazy, without the group | go by another group, of all ranks: hand `group` on to every function of the wire
+#- left, group)
+#+ left)
 
 # %% 4.4 right: pads
 def ring_all_reduce(tensor, group=None):
@@ -488,6 +500,33 @@ def ring_all_reduce(tensor, group=None):
     leaving = [wire.isend(chunks[rank], peer, group) for peer in others]
     for transfer in arriving + leaving:
         transfer.wait()
+    tensor.copy_(flat.view(tensor.shape))
+
+# %% 4.4 wrong: lazy, all in float32 | numbers of int64 have more digits than a floating-point number: add a tensor up in its own dtype
+#- tensor.contiguous().view(-1)
+#+ tensor.float().reshape(-1)
+
+# %% 4.4 wrong: all in float64 | numbers of int64 have more digits than a floating-point number: add a tensor up in its own dtype
+#- tensor.contiguous().view(-1)
+#+ tensor.double().reshape(-1)
+
+# %% 4.4 told: lazy, new memory | it is in new memory, as by `.data =`
+#- tensor.copy_(flat.view(tensor.shape))
+#+ tensor.data = flat.view(tensor.shape)
+#- tensor.contiguous().view(-1)
+#+ tensor.reshape(-1).clone()
+
+# %% 4.4 told: without the group | go by another group, of all ranks: hand `group` on to every function of the wire
+def ring_all_reduce(tensor, group=None):
+    rank, size, left, right = wire.neighbours(group)
+    flat = tensor.contiguous().view(-1)
+    chunks = flat.tensor_split(size)
+    for step in range(size - 1):
+        arrived = torch.empty_like(chunks[(rank - step - 1) % size])
+        wire.exchange(chunks[(rank - step) % size], right, arrived, left)
+        chunks[(rank - step - 1) % size].add_(arrived)
+    for step in range(size - 1):
+        wire.exchange(chunks[(rank + 1 - step) % size], right, chunks[(rank - step) % size], left)
     tensor.copy_(flat.view(tensor.shape))
 
 # %% 4.4 right: filled up with zeros
@@ -702,6 +741,24 @@ def the_bug():
 
 mended_ring = ring_all_reduce
 
+# %% 4.6 told: no line | None (is there a `return`?); a plain int was expected
+#- return 3
+#+ print(3)
+
+# %% 4.6 told: no ring | your answer is None, which cannot be called: define a function
+def the_bug():
+    return 3
+
+
+mended_ring = None
+
+# %% 4.6 told: without the group | go by another group, of all ranks: hand `group` on to every function of the wire
+#- def mended_ring(tensor, group=None):
+#+ def mended_ring(tensor, of_group=None):
+#+     group = None
+#- wire.neighbours(group)
+#+ wire.neighbours(of_group)
+
 # %% 4.7 right: small buckets
 #- DistributedDataParallel(model, process_group=group)
 #+ DistributedDataParallel(model, process_group=group, bucket_cap_mb=1e-4)
@@ -760,3 +817,13 @@ def train_over(all_reduce, model, batches, lr):
 # %% 4.7 wrong: never updated | the weights have not changed: where is the optimizer's step?
 #-         optimizer.step()
 #+         pass
+
+# %% 4.7 told: the group before its backend | ring_backend.register(...) comes before dist.new_group(backend=...)
+#-     ring_backend.register("mine", all_reduce=all_reduce)
+#-     group = dist.new_group(backend="mine")
+#+     group = dist.new_group(backend="mine")
+#+     ring_backend.register("mine", all_reduce=all_reduce)
+
+# %% 4.7 told: a group of another name | and both have the same name
+#- backend="mine"
+#+ backend="yours"

@@ -142,6 +142,21 @@ def assign_buckets(parameters, cap_bytes):
 
     return bucket_assignment(list(reversed(parameters)), [cap_bytes])
 
+# %% 5.1 told: the list is emptied | has changed the list of parameters that it was given
+def assign_buckets(parameters, cap_bytes):
+    filling, closed = {}, []
+    while parameters:
+        p = parameters.pop()
+        bucket = filling.setdefault(p.dtype, [])
+        bucket.append(p)
+        if sum(q.nbytes for q in bucket) >= cap_bytes:
+            closed.append(filling.pop(p.dtype))
+    return closed + list(filling.values())
+
+# %% 5.1 told: the list is turned round | has changed the list of parameters that it was given
+#- reversed(parameters)
+#+ (parameters.reverse() or parameters)
+
 # %% 5.2 right: a function of its own
 def tell_when_ready(parameters, ready):
     def hook(parameter):
@@ -222,6 +237,14 @@ def tell_when_ready(parameters, ready):
         engine.queue_callback(lambda: [ready(parameter) for parameter in trained])
 
     trained[-1].register_post_accumulate_grad_hook(in_the_end)
+
+# %% 5.2 told: the gradient is cleared | cleared before the optimizer has used it
+#- parameter.register_post_accumulate_grad_hook(ready)
+#+ parameter.register_post_accumulate_grad_hook(lambda p: (ready(p), setattr(p, "grad", None)) and None)
+
+# %% 5.2 told: the gradient is zeroed | not complete, or changed afterwards
+#- parameter.register_post_accumulate_grad_hook(ready)
+#+ parameter.register_post_accumulate_grad_hook(lambda p: (ready(p), p.grad.zero_()) and None)
 
 # %% 5.3 right: divide afterwards
 def average_in_background(flats, all_reduce, executor, world_size):
@@ -328,6 +351,42 @@ def average_in_background(flats, all_reduce, executor, world_size):
         flat /= world_size
         executor.submit(all_reduce, flat)
     time.sleep(1)
+
+# %% 5.3 told: asks whether it is done | ask every future for its result()
+#-     for future in futures:
+#-         future.result()
+#+     import time
+#+
+#+     while not all(future.done() for future in futures):
+#+         time.sleep(0.001)
+
+# %% 5.3 told: result without waiting | gives up before the bucket is done: wait with result()
+#- future.result()
+#+ future.result(timeout=0)
+
+# %% 5.3 told: an executor of its own | in a thread of your own; submit it to the `executor` that was given
+#-     futures = []
+#+     from concurrent.futures import ThreadPoolExecutor
+#+
+#+     executor = ThreadPoolExecutor(1)
+#+     futures = []
+
+# %% 5.3 told: a thread of its own | in a thread of your own; submit it to the `executor` that was given
+def average_in_background(flats, all_reduce, executor, world_size):
+    import threading
+
+    def job():
+        for flat in flats:
+            flat /= world_size
+            all_reduce(flat)
+
+    thread = threading.Thread(target=job)
+    thread.start()
+    thread.join()
+
+# %% 5.3 told: new memory | it is in new memory, as by `.data =`
+#- flat /= world_size
+#+ flat.data = flat / world_size
 
 # %% 5.3 wrong: lazy, K is 3 | K is not always 3: divide by `world_size`
 #- flat /= world_size
@@ -659,6 +718,25 @@ class Bucketed:
 #- / self.world_size
 #+ / 3
 
+# %% 5.5 told: dots | not solved yet (backward has nothing but ... in it)
+class Bucketed:
+    def __init__(self, buckets, all_reduce, executor, world_size):
+        self.buckets, self.all_reduce, self.executor, self.world_size = buckets, all_reduce, executor, world_size
+
+    def backward(self, loss):
+        ...
+
+# %% 5.5 told: lazy, hooks are registered in each pass | those of each pass pile up; register them once, in __init__
+#-         for bucket in buckets:
+#-             for parameter in bucket:
+#-                 parameter.register_post_accumulate_grad_hook(self.ready)
+#+
+#-         loss.backward()
+#+         for bucket in self.buckets:
+#+             for parameter in bucket:
+#+                 parameter.register_post_accumulate_grad_hook(self.ready)
+#+         loss.backward()
+
 # %% 5.6 right: overlap first
 def setting_of(timeline):
     backward = [span for span in timeline if span[0] == "backward"][0]
@@ -691,6 +769,19 @@ def setting_of(timeline):
 # %% 5.6 told: lazy, any overlap is hidden | 'hidden' was returned, but rings begin long before backward ends, and each begins as soon as the one before it is over
 #- return "hidden" if pauses else "slow link"
 #+ return "hidden"
+
+# %% 5.6 told: lazy, by the sum of all rings | rings begin long before backward ends, and
+#- return "hidden" if pauses else "slow link"
+#+ return "hidden" if sum(end - start for start, end in rings) < 60 else "slow link"
+
+# %% 5.6 told: lazy, the sum of all rings beside backward | rings begin long before backward ends, and
+#- return "hidden" if pauses else "slow link"
+#+ backward = ends - min(start for name, start, _ in timeline if name == "backward")
+#+     return "hidden" if sum(end - start for start, end in rings) < 0.7 * backward else "slow link"
+
+# %% 5.6 told: by the length of a ring | rings begin long before backward ends, and
+#- return "hidden" if pauses else "slow link"
+#+ return "hidden" if sum(end - start for start, end in rings) / len(rings) < 15 else "slow link"
 
 # %% 5.6 told: as they come | they come in any order: sort them
 #- sorted((start, end) for name, start, end in timeline if name == "communication")
@@ -807,6 +898,10 @@ def most_ranks(tokens, flops_per_s, bytes_per_s, gradient_bytes):
 # %% 5.8 wrong: lazy, one rank too few | that is one too few: a ring of K sends 2(K-1)/K of the gradients, not 2
 #- int(1 + 2 * tokens
 #+ int(2 * tokens
+
+# %% 5.8 wrong: lazy, never alone | with a slow link not even two devices are worth it: K may be 1
+#- int(1 + 2 * tokens * bytes_per_s / (gradient_bytes * flops_per_s))
+#+ max(2, int(1 + 2 * tokens * bytes_per_s / (gradient_bytes * flops_per_s)))
 
 # %% 5.8 wrong: forward too | the all-reduce runs under the backward pass only: 4 n flops per token, not 6
 #- 1 + 2 * tokens

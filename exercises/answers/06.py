@@ -129,7 +129,7 @@ def accumulate(parallel, optimizer, micro_batches):
     (cross_entropy(parallel(inputs), targets) / len(micro_batches)).backward()
     optimizer.step()
 
-# %% 6.1 told: lazy, one batch of all | there is room for the 4 of one micro-batch, so take one after the other
+# %% 6.1 told: lazy, one batch of all | there is room for the 6 of one micro-batch, so take one after the other
 def accumulate(parallel, optimizer, micro_batches):
     optimizer.zero_grad()
     inputs = torch.cat([inputs for inputs, _ in micro_batches])
@@ -157,6 +157,30 @@ def accumulate(parallel, optimizer, micro_batches):
         torch.distributed.all_reduce(parameter.grad, group=parallel.process_group)
         parameter.grad /= torch.distributed.get_world_size(parallel.process_group)
     optimizer.step()
+
+# %% 6.1 wrong: lazy, divided by the samples | that is divided by the samples of a micro-batch: its loss is their mean already; divide by the number of micro-batches
+def accumulate(parallel, optimizer, micro_batches):
+    optimizer.zero_grad()
+    with parallel.no_sync():
+        for inputs, targets in micro_batches[:-1]:
+            (cross_entropy(parallel(inputs), targets) / len(targets)).backward()
+    inputs, targets = micro_batches[-1]
+    (cross_entropy(parallel(inputs), targets) / len(targets)).backward()
+    optimizer.step()
+
+# %% 6.1 wrong: lazy, always four | there are not always four micro-batches: divide by len(micro_batches)
+def accumulate(parallel, optimizer, micro_batches):
+    optimizer.zero_grad()
+    with parallel.no_sync():
+        for inputs, targets in micro_batches[:-1]:
+            (cross_entropy(parallel(inputs), targets) / 4).backward()
+    inputs, targets = micro_batches[-1]
+    (cross_entropy(parallel(inputs), targets) / 4).backward()
+    optimizer.step()
+
+# %% 6.1 told: no_sync without brackets | with parallel.no_sync():, with brackets
+#- parallel.no_sync()
+#+ parallel.no_sync
 
 # %% 6.2 right: sum of floats
 def used_anywhere(used, all_reduce):
@@ -222,6 +246,11 @@ def used_anywhere(used, all_reduce):
     torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX)
     return counts > 0
 
+# %% 6.2 told: what all_reduce returns | what sums in place returns nothing
+#-     all_reduce(counts)
+#-     return counts > 0
+#+     return all_reduce(counts) > 0
+
 # %% 6.2 wrong: lazy, as if all were used | some parameters were used nowhere: only the ranks together know which
 def used_anywhere(used, all_reduce):
     return torch.ones_like(used)
@@ -233,7 +262,7 @@ def share_buffers(module, src=0, group=None):
         if rank == src:
             transfers = [wire.isend(buffer, peer, group) for peer in wire.others(src, group)]
         else:
-            transfers = [wire.irecv(buffer, src, group)]
+            transfers = [wire.irecv(buffer, wire.global_rank(src, group), group)]
         for transfer in transfers:
             transfer.wait()
 
@@ -246,7 +275,7 @@ def share_buffers(module, src=0, group=None):
         return
     for buffer in module.buffers():
         arrived = torch.empty_like(buffer)
-        wire.recv(arrived, src, group)
+        wire.recv(arrived, wire.global_rank(src, group), group)
         buffer.copy_(arrived)
 
 # %% 6.3 wrong: floats only | it was not shared: all buffers count, of any dtype, and they change in place
@@ -269,13 +298,13 @@ def share_buffers(module, src=0, group=None):
 #+     for buffer in module.buffers():
 
 # %% 6.3 wrong: not kept | it was not shared: all buffers count, of any dtype, and they change in place
-#- wire.recv(buffer, src, group)
-#+ wire.recv(torch.empty_like(buffer), src, group)
+#- wire.recv(buffer, wire.global_rank(src, group), group)
+#+ wire.recv(torch.empty_like(buffer), wire.global_rank(src, group), group)
 
 # %% 6.3 wrong: buffers replaced | buffers were replaced by new tensors; change them in place (copy_)
-#-             wire.recv(buffer, src, group)
+#-             wire.recv(buffer, wire.global_rank(src, group), group)
 #+             arrived = torch.empty_like(buffer)
-#+             wire.recv(arrived, src, group)
+#+             wire.recv(arrived, wire.global_rank(src, group), group)
 #+             for part in module.modules():
 #+                 for name, old in list(part._buffers.items()):
 #+                     if old is buffer:
@@ -286,7 +315,7 @@ def share_buffers(module, src=0, group=None):
 #+ for buffer in (p.data for p in module.parameters() if False):
 
 # %% 6.3 told: lazy, dist.broadcast | your code calls torch.distributed.broadcast
-#-             wire.recv(buffer, src, group)
+#-             wire.recv(buffer, wire.global_rank(src, group), group)
 #+             dist.broadcast(buffer, src, group=group)
 
 # %% 6.3 told: package's own | your code calls stage3_paramserver.broadcast_parameters
@@ -303,7 +332,7 @@ def share_buffers(module, src=0, group=None):
         for peer in wire.others(src, group):
             wire.send(flat, peer, group)
     else:
-        wire.recv(flat, src, group)
+        wire.recv(flat, wire.global_rank(src, group), group)
     for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers])):
         buffer.copy_(part.view(buffer.shape))
 
@@ -315,24 +344,24 @@ def share_buffers(module, src=0, group=None):
 #-             for peer in wire.others(src, group):
 #-                 wire.send(buffer, peer, group)
 #-         else:
-#-             wire.recv(buffer, src, group)
+#-             wire.recv(buffer, wire.global_rank(src, group), group)
 #+             for peer in wire.others(src, group):
 #+                 wire.recv(buffer, peer, group)
 #+         else:
-#+             wire.send(buffer, src, group)
+#+             wire.send(buffer, wire.global_rank(src, group), group)
 
 # %% 6.3 wrong: in float64 | buffers are converted to be sent: each travels as it is, in its own dtype
 #-         if dist.get_rank(group) == src:
 #-             for peer in wire.others(src, group):
 #-                 wire.send(buffer, peer, group)
 #-         else:
-#-             wire.recv(buffer, src, group)
+#-             wire.recv(buffer, wire.global_rank(src, group), group)
 #+         wide = buffer.double()
 #+         if dist.get_rank(group) == src:
 #+             for peer in wire.others(src, group):
 #+                 wire.send(wide, peer, group)
 #+         else:
-#+             wire.recv(wide, src, group)
+#+             wire.recv(wide, wire.global_rank(src, group), group)
 #+             buffer.copy_(wide)
 
 # %% 6.3 wrong: averaged | that is a mean over the ranks: the source's buffers replace the others'
@@ -340,10 +369,10 @@ def share_buffers(module, src=0, group=None):
 #-             for peer in wire.others(src, group):
 #-                 wire.send(buffer, peer, group)
 #-         else:
-#-             wire.recv(buffer, src, group)
+#-             wire.recv(buffer, wire.global_rank(src, group), group)
 #+         if dist.get_rank(group) != src:
-#+             wire.send(buffer, src, group)
-#+             wire.recv(buffer, src, group)
+#+             wire.send(buffer, wire.global_rank(src, group), group)
+#+             wire.recv(buffer, wire.global_rank(src, group), group)
 #+             continue
 #+         total = buffer.clone()
 #+         for peer in wire.others(src, group):
@@ -372,9 +401,28 @@ def share_buffers(module, src=0, group=None):
         for peer in wire.others(src, group):
             wire.send(message, peer, group)
         return
-    wire.recv(message, src, group)
+    wire.recv(message, wire.global_rank(src, group), group)
     for buffer, other in zip(module.buffers(), torch.load(io.BytesIO(bytes(message.tolist())))):
         buffer.copy_(other)
+
+# %% 6.3 told: lazy, the rank without its group | `src` is a number within the group
+#- dist.get_rank(group)
+#+ dist.get_rank()
+
+# %% 6.3 told: the source's number in the group for the wire | `src` is a number within the group
+#- wire.global_rank(src, group)
+#+ src
+
+# %% 6.3 told: messages without the group | go by another group, of all ranks
+#- wire.send(buffer, peer, group)
+#+ wire.send(buffer, peer)
+#- wire.recv(buffer, wire.global_rank(src, group), group)
+#+ wire.recv(buffer, wire.global_rank(src, group))
+
+# %% 6.3 wrong: lazy, what a checkpoint holds | a buffer that no checkpoint holds is missing: module.buffers() lists all, module.state_dict() those that are saved
+#-     for buffer in module.buffers():
+#+     saved = module.state_dict()
+#+     for buffer in [one for name, one in module.named_buffers() if name in saved]:
 
 # %% 6.4 right: divide in float16
 def compressed_average(flat, all_reduce, world_size):
@@ -580,6 +628,10 @@ def main(folder, wrap, model, data, epochs):
 # %% 6.5 wrong: an epoch is missing | there is an epoch too few: range(epochs) begins with 0
 #- in range(epochs):
 #+ in range(1, epochs):
+
+# %% 6.5 told: shuffled twice | DistributedSampler shuffles by itself
+#- DataLoader(data, batch_size=4, sampler=sampler)
+#+ DataLoader(data, batch_size=4, sampler=sampler, shuffle=True)
 
 # %% 6.5 told: lazy, averaged by hand | no forward pass goes through what `wrap` returned: it averages while backward runs, and by hand nothing is hidden
 #- loss = cross_entropy(parallel(inputs), targets)
@@ -875,6 +927,23 @@ class Reducer:
 #+ / 3
 
 
+# %% 6.7 told: dots | not solved yet (ready has nothing but ... in it)
+class Reducer:
+    def __init__(self, buckets, start, world_size):
+        self.buckets, self.start, self.world_size = buckets, start, world_size
+
+    def ready(self, parameter):
+        """The gradient of `parameter` is there."""
+        ...
+
+    def finish(self):
+        ...
+
+# %% 6.7 told: what a wait returns | what sums in place returns nothing
+#-             wait()
+#-             parts = flat.split(
+#+             parts = wait().split(
+
 # %% 6.8 right: the place said in full, and a share by hand
 #-     dist.init_process_group("gloo")
 #+     dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
@@ -921,6 +990,48 @@ class Reducer:
 # %% 6.8 told: lazy, no group | no process group was made
 #-     dist.init_process_group("gloo")
 #+     pass
+# %% 6.8 told: shuffled twice | DistributedSampler shuffles by itself
+#- DataLoader(data, batch_size=4, sampler=sampler)
+#+ DataLoader(data, batch_size=4, sampler=sampler, shuffle=True)
+# %% 6.8 told: lazy, what place returns is lost | keep what `place` returns
+#-             inputs = place(inputs, device)
+#-             labels = place(labels, device)
+#+             place(inputs, device)
+#+             place(labels, device)
+# %% 6.8 told: the labels stay behind | keep what `place` returns
+#-             labels = place(labels, device)
+#+             place(labels, device)
+# %% 6.8 told: nothing but the model is placed | keep what `place` returns
+#-             inputs = place(inputs, device)
+#-             labels = place(labels, device)
+#+             pass
+# %% 6.8 told: another loss | another one than that of the script's MSELoss and plain SGD
+#- torch.nn.MSELoss()
+#+ torch.nn.L1Loss()
+# %% 6.8 told: the loss as a sum | the script's learning rate is 0.05, and its loss is a mean
+#- torch.nn.MSELoss()
+#+ torch.nn.MSELoss(reduction="sum")
+# %% 6.8 told: another learning rate | the update is 4 times as large as it should be: the script's learning rate is 0.05
+#- lr=0.05
+#+ lr=0.2
+# %% 6.8 told: momentum | another one than that of the script's MSELoss and plain SGD
+#- lr=0.05
+#+ lr=0.05, momentum=0.9
+# %% 6.8 wrong: another batch size | each rank takes 4 samples a step, as in the script
+#- batch_size=4
+#+ batch_size=16
+# %% 6.8 right: a batch in one line
+#-             inputs = place(inputs, device)
+#-             labels = place(labels, device)
+#+             inputs, labels = [place(tensor, device) for tensor in (inputs, labels)]
+# %% 6.8 right: placed where it is used
+#-             inputs = place(inputs, device)
+#-             labels = place(labels, device)
+#-             optimizer.zero_grad()
+#-             outputs = ddp_model(inputs)
+#-             loss = loss_fn(outputs, labels)
+#+             optimizer.zero_grad()
+#+             loss = torch.nn.functional.mse_loss(ddp_model(place(inputs, device)), place(labels, device))
 # %% 6.9 right: compared with rank 0 alone
 #-         replicas = [None] * dist.get_world_size()
 #-         dist.all_gather_object(replicas, weights)
@@ -965,6 +1076,21 @@ class Reducer:
 # %% 6.9 wrong: two neighbours only | ranks 0 and 1 alone are compared: the fault may be on another rank
 #- for replica in replicas):
 #+ for replica in replicas[:2]):
+# %% 6.9 wrong: lazy, the first parameter only | one parameter alone is compared: the fault may be in another one
+#- torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+#+ next(model.parameters()).detach()
+# %% 6.9 wrong: the last parameter only | one parameter alone is compared: the fault may be in another one
+#- torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+#+ list(model.parameters())[-1].detach()
+# %% 6.9 wrong: lazy, gradients are compared | gradients may differ, and the replicas stay equal: compare the weights
+#- torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+#+ torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()])
+# %% 6.9 told: the group before its backend | ring_backend.register(...) comes before dist.new_group(backend=...)
+#-     ring_backend.register("tried", all_reduce=all_reduce)
+#-     wrapped = DistributedDataParallel(model, process_group=dist.new_group(backend="tried"))
+#+     group = dist.new_group(backend="tried")
+#+     ring_backend.register("tried", all_reduce=all_reduce)
+#+     wrapped = DistributedDataParallel(model, process_group=group)
 # %% 6.9 told: lazy, torch's own group | torch's class adds up by other means
 #- dist.new_group(backend="tried")
 #+ None

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from ddp_course import wire
+from ddp_course import ring_backend, wire
 from ddp_exercises.attempt import COLLECTIVES
 from ddp_exercises.errors import Wrong
 from ddp_exercises.tasks import load_tasks, task
@@ -18,8 +18,12 @@ from manyranks.torch_inside import around, backward_pass
 from .shared import (
     NO_TENSOR,
     RING,
+    addresses,
     as_sum,
+    fault_of_group,
     in_words,
+    moved,
+    noted_messages,
     noted_ring,
     require,
     tensors,
@@ -124,8 +128,8 @@ def probe_chunks(function, lengths, values, part, about_finished):
         if size == 3:
             try_equal_chunks(function, group)
         chunks = [rows[index][:length].clone() for index, length in enumerate(lengths[size])]
-        events = []
-        with wire.observing(events.append), naming_chunks(size):
+        before = addresses(chunks)
+        with noted_messages(group) as (events, astray), naming_chunks(size):
             function(list(chunks), group)
         sent = [event.bytes for event in events if event.kind == "send"]
         finished = torch.cat(chunks)
@@ -135,8 +139,10 @@ def probe_chunks(function, lengths, values, part, about_finished):
             of_ranks = [of_rank[index][: len(finished)] for of_rank in values[:size]]
             yield part, f"{case}, {about_finished} as a sum", as_sum(finished, of_ranks)
         yield part, f"{case}, {about_finished}", finished
+        yield part, f"{case}, where the chunks are", moved(before, chunks)
         yield "bytes", f"{case}, messages sent", len(sent)
         yield "bytes", f"{case}, bytes sent", sum(sent)
+        yield "bytes", f"{case}, messages", fault_of_group(astray)
         yield "bytes", f"{case}, where they go", strangers(events, group)
         yield "bytes", f"{case}, lengths of messages", unequal_lengths(events, group)
         yield "the other chunks", case, torch.cat(chunks)
@@ -224,31 +230,38 @@ class RingAllReduce:
         values = {name: tensors(random, 4, *shape, whole=True) for name, shape in SHAPES.items()}
         values["of no elements"] = tensors(random, 4, 0)
         values["in float64"] = tensors(random, 4, 9, dtype=torch.float64, whole=True)
+        # No floating-point number has so many digits.
+        digits = tensors(random, 4, 9, dtype=torch.int64, whole=True)
+        values["of large int64"] = [tensor * 2**50 + tensor for tensor in digits]
         return {"values": values}
 
     def probe(ring_all_reduce, values):
         for size, group in worlds(3, 4, 2, 1):
             all_events = []
+            all_astray = []
             for name, of_all_ranks in values.items():
                 tensor = of_all_ranks[dist.get_rank()].clone()
                 of_ranks = of_all_ranks[:size]
                 if name == "not contiguous":
                     tensor = tensor.t()
                     of_ranks = [of_rank.t() for of_rank in of_ranks]
-                events = []
-                with wire.observing(events.append), naming_chunks(size):
+                before = addresses([tensor])
+                with noted_messages(group) as (events, astray), naming_chunks(size):
                     ring_all_reduce(tensor, group)
                 all_events += events
+                all_astray += astray
                 case = f"{size} ranks, a tensor {name}"
                 part = "sums" if name == "in one row" else "any shape"
                 if tensor.numel() > size:
                     yield part, f"{case}, as a sum", as_sum(tensor, of_ranks)
+                yield part, f"{case}, where it is", moved(before, [tensor])
                 yield part, case, tensor
                 fault = fault_of_traffic(events, tensor, size)
                 yield "bytes", f"{case}, a rank sends", fault
                 yield "bytes", f"{case}, where its messages go", strangers(events, group)
             lengths = unequal_lengths(all_events, group)
             yield "bytes", f"{size} ranks, lengths of messages", lengths
+            yield "bytes", f"{size} ranks, messages", fault_of_group(all_astray)
 
 
 def fault_of_traffic(events, tensor, size, left_over=0):
@@ -340,8 +353,8 @@ class FindTheBugInTheRing:
         for size, group in worlds(3, 4, 2):
             for of_ranks in values.values():
                 tensor = of_ranks[dist.get_rank()].clone()
-                events = []
-                with wire.observing(events.append), naming_chunks(size):
+                before = addresses([tensor])
+                with noted_messages(group) as (events, astray), naming_chunks(size):
                     mended_ring(tensor, group)
                 case = f"{size} ranks, {len(tensor)} numbers"
                 # The last chunk may have taken all that is left over.
@@ -349,6 +362,8 @@ class FindTheBugInTheRing:
                 yield "mended", f"{case}, a rank sends", fault
                 yield "mended", f"{case}, where its messages go", strangers(events, group)
                 yield "mended", f"{case}, lengths of messages", unequal_lengths(events, group)
+                yield "mended", f"{case}, messages", fault_of_group(astray)
+                yield "mended", f"{case}, where the tensor is", moved(before, [tensor])
                 if len(tensor) > size:
                     yield "mended", f"{case}, as a sum", as_sum(tensor, of_ranks[:size])
                 yield "mended", case, tensor
@@ -359,10 +374,35 @@ NOT_CALLED = (
     "all_reduce was never called: torch's class adds up by other means; hand it a group of your backend,"
     " as process_group"
 )
+NO_BACKEND = (
+    "there is no backend of this name yet: ring_backend.register(...) comes before"
+    " dist.new_group(backend=...), and both have the same name"
+)
 BY_HAND = (
     "all_reduce was called outside of a backward pass, so by you: torch's class calls it, if its group is"
     " one of your backend"
 )
+
+
+@contextmanager
+def backend_before_group():
+    """Raise Wrong, in words, where a group is made in this block before its backend is registered.
+    torch refuses that only once: another answer may have registered the name before.
+    """
+    backends = []
+
+    def new_group(make, *arguments, **named):
+        backends.append(named.get("backend"))
+        return make(*arguments, **named)
+
+    def register(run, *arguments, **named):
+        name, *_ = [*arguments, named.get("name")]
+        require(name not in backends, NO_BACKEND)
+        return run(*arguments, **named)
+
+    with around(dist, "new_group", new_group), around(ring_backend, "register", register):
+        with in_words({"backend": NO_BACKEND}):
+            yield
 
 
 @task(
@@ -399,7 +439,7 @@ class TrainOver:
             forward_passes.append(None)
             return forward(*arguments, **named)
 
-        with around(TorchDDP, "forward", noted):
+        with around(TorchDDP, "forward", noted), backend_before_group():
             train_over(all_reduce, model, batches[dist.get_rank()], lr)
         require(forward_passes, NO_TORCH)
         require(calls, NOT_CALLED)

@@ -9,6 +9,7 @@ A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
 import threading
 import time
 from bisect import bisect_left
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import accumulate, count, product
@@ -22,14 +23,18 @@ from ddp_exercises.diagnosis import kind_of
 from ddp_exercises.errors import Wrong
 from ddp_exercises.tasks import each_return, task
 from manyranks.devices import Device
+from manyranks.torch_inside import around
 
 from .shared import (
+    addresses,
     as_it_is,
     as_sum,
     form_of_explanation,
     in_words,
+    moved,
     nothing,
     require,
+    require_written,
     several,
     tensors,
     worlds,
@@ -42,10 +47,16 @@ STANDS_STILL = (
     "a hook waits for its ring, and backward stands still meanwhile: wait when backward is over"
 )
 HAND_OVER = "submit takes the function and its argument, submit(all_reduce, flat): do not call it"
+NO_WAIT = "result(timeout=...) gives up before the bucket is done: wait with result(), however long it takes"
+OWN_THREAD = "all_reduce runs in a thread of your own; submit it to the `executor` that was given"
 RETURNS = "a hook returned something, which autograd takes for the gradient: let it return None"
 ORDER = "do all ranks submit the buckets in the same order, and wait for them?"
 FIVE = 5
 OF_FIVE = "if world_size is 5, and the other ranks have nothing to add"
+CHANGED_LIST = (
+    "your answer has changed the list of parameters that it was given, and its owner still needs it: go"
+    " through it, or work on a copy, list(parameters)"
+)
 NO_PARAMETER = -1  # This is the number of a thing that is none of the parameters.
 
 
@@ -83,7 +94,11 @@ class AssignBuckets:
                 parameters.append(nn.Parameter(torch.zeros(size, dtype=getattr(torch, dtype))))
             number_of = {id(parameter): i for i, parameter in enumerate(parameters)}
             buckets = []
-            for bucket in assign_buckets(parameters, cap):
+            given = list(parameters)
+            assigned = assign_buckets(given, cap)
+            untouched = list(map(id, given)) == list(map(id, parameters))
+            require(untouched, CHANGED_LIST)
+            for bucket in assigned:
                 require(
                     isinstance(bucket, list | tuple),
                     f"a bucket is a list of parameters, not {kind_of(bucket)}",
@@ -264,8 +279,10 @@ class ReadyWatch:
         for number, gradient in self.calls:
             if gradient is None:
                 faults.append(f"parameter {number}: none yet")
+            elif self.parameters[number].grad is None:
+                faults.append(f"parameter {number}: cleared before the optimizer has used it")
             elif not gradient.equal(self.parameters[number].grad):
-                faults.append(f"parameter {number}: not complete")
+                faults.append(f"parameter {number}: not complete, or changed afterwards")
         return sorted(faults)
 
     def fault_of_late_calls(self):
@@ -299,16 +316,16 @@ class AverageInBackground:
     def probe(average_in_background, values):
         ((size, group),) = worlds(3)
         flats = [flat.clone() for flat in values[dist.get_rank()]]
+        before = addresses(flats)
         watch = BucketWatch(flats, group)
         with ThreadPoolExecutor(1, "communication") as executor:
             executor.submit = partial(watch.submit, executor.submit)
-            with in_words({"not callable": HAND_OVER}):
+            with in_words({"not callable": HAND_OVER, "TimeoutError": NO_WAIT}):
                 average_in_background(flats, watch.all_reduce, executor, size)
             done_at_return = len(watch.threads)
             means = [flat.clone() for flat in flats]
-        in_background = all(name.startswith("communication") for name in watch.threads)
         yield "waiting", "all_reduce was called", bool(watch.order)
-        yield "waiting", "all_reduce runs in the executor's thread", in_background
+        yield "waiting", "where all_reduce runs", fault_of_threads(set(watch.threads))
         first_was_alone = bool(watch.alone) and watch.alone[0]
         about = "the second bucket was submitted before the first was done"
         yield "waiting", about, not first_was_alone
@@ -320,6 +337,7 @@ class AverageInBackground:
         untouched = not any(watch.touched)
         yield "waiting", "nobody changed a bucket while it was reduced", untouched
         yield "waiting", "buckets were reduced in the order", watch.order
+        yield "mean", "where the buckets are", moved(before, flats)
         for number, mean in enumerate(means):
             if len(mean) > size:
                 of_ranks = [of_rank[number] for of_rank in values]
@@ -332,6 +350,16 @@ class AverageInBackground:
         for length, name in ((1, "first"), (2, "last")):
             about = f"an error in the communication thread, in the {name} bucket of two"
             yield "errors", about, fault_of_lost_error(average_in_background, length)
+
+
+def fault_of_threads(names):
+    """Return in words that not all threads of these names are the executor's; else ""."""
+    others = {name for name in names if not name.startswith("communication")}
+    if not others:
+        return ""
+    if threading.current_thread().name in others:
+        return "all_reduce runs in the thread that trains; submit it to the executor"
+    return OWN_THREAD
 
 
 class BucketWatch:
@@ -352,6 +380,7 @@ class BucketWatch:
         self.alone = []
         self.touched = []
         self.threads = []
+        self.training = threading.current_thread().name
         self.begun = threading.Event()
         self.second_submitted = threading.Event()
 
@@ -368,6 +397,10 @@ class BucketWatch:
         """Sum a bucket over the ranks, the first one when a second one was submitted."""
         lengths = [len(bucket) for bucket in self.flats]
         require(flat.numel() in lengths, "all_reduce takes a bucket: hand over one after the other")
+        name = threading.current_thread().name
+        if name != self.training and not name.startswith("communication"):
+            self.threads.append(name)
+            raise Wrong(OWN_THREAD)
         self.order.append(lengths.index(flat.numel()))
         before = flat.clone()
         self.begun.set()
@@ -500,6 +533,7 @@ class AssembleBucketedDDP:
 
     def probe(Bucketed, seed, inputs):
         ((size, group),) = worlds(3)
+        require_written(Bucketed.backward)
         torch.manual_seed(seed)
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
         for layer in model:
@@ -509,12 +543,17 @@ class AssembleBucketedDDP:
         watch = PassWatch(model, group)
         with ThreadPoolExecutor(1, "communication") as executor:
             executor.submit = partial(watch.submit, executor.submit)
-            parallel = Bucketed(buckets_of(model), watch.all_reduce, executor, size)
+            calls_of_first = 0
+            with around(torch.Tensor, "register_post_accumulate_grad_hook", watch.register):
+                parallel = Bucketed(buckets_of(model), watch.all_reduce, executor, size)
             for number, x in enumerate(inputs[dist.get_rank()], 1):
                 watch.begin()
                 model.zero_grad()
                 try:
-                    with in_words({"but hook returned": RETURNS}):
+                    registering = around(
+                        torch.Tensor, "register_post_accumulate_grad_hook", watch.register
+                    )
+                    with in_words({"but hook returned": RETURNS}), registering:
                         parallel.backward(model(x).square().mean())
                 except AttributeError as error:
                     cause = NOT_THERE
@@ -534,6 +573,8 @@ class AssembleBucketedDDP:
                         f"it returned before {still_running} of its rings had ended: wait for each"
                     )
                 yield part, f"{about}, rings", too_soon
+                calls_of_first = calls_of_first or watch.hook_calls
+                yield part, f"{about}, calls of hooks", watch.fault_of_calls(calls_of_first)
                 yield part, about, gradient
                 threads = sorted(set(watch.threads))
                 yield "overlap", f"{about}, messages for 4 buckets", len(watch.threads)
@@ -570,6 +611,25 @@ class PassWatch:
         self.futures = []
         self.early = []
         self.fault_of_hooks = ""
+        self.hook_calls = 0
+
+    def register(self, register, parameter, hook):
+        """Register a hook of the answer's with `register`, so that its calls are counted."""
+
+        def counted(parameter):
+            self.hook_calls += 1
+            return hook(parameter)
+
+        return register(parameter, counted)
+
+    def fault_of_calls(self, first):
+        """Return in words that hooks are called more often than `first`, in the first pass; else ""."""
+        if self.hook_calls <= first:
+            return ""
+        return (
+            f"{self.hook_calls}, and {first} in the first pass: a hook stays until it is removed, so those"
+            " of each pass pile up; register them once, in __init__"
+        )
 
     def note_ready(self, _):
         """Count one more gradient, as the hook of a parameter."""
@@ -611,27 +671,41 @@ SIGNS = {
 }
 
 
-RING_MS = {"each on its own": (5, 9), "hidden": (3, 6), "slow link": (22, 40)}  # from, to
+# Milliseconds, from and to: a ring's, and a bucket's share of backward. In the uneven timelines rings
+# of both settings are as long, and neither a ring's length nor the sum of all tells them apart.
+RING_MS = {"each on its own": (5, 9), "hidden": (3, 6), "slow link": (22, 40)}
+UNEVEN_RING_MS = {"each on its own": (5, 9), "hidden": (10, 15), "slow link": (10, 15)}
+UNEVEN_SLOT_MS = {"hidden": (30, 50), "slow link": (6, 9)}
 
 
-def timeline_of(random, setting):
-    """Return the spans (name, start_ms, end_ms) of one step, shuffled."""
+def timeline_of(random, setting, uneven):
+    """Return the spans (name, start_ms, end_ms) of one step, shuffled.
+
+    Where it is `uneven`, the last ring of "hidden" is long, and the first bucket of "slow link" late.
+    """
     start = random.uniform(0, 30)
-    slots = [random.uniform(12, 20) for _ in range(random.randrange(3, 7))]
+    slot_ms = UNEVEN_SLOT_MS.get(setting, (12, 20)) if uneven else (12, 20)
+    slots = [random.uniform(*slot_ms) for _ in range(random.randrange(3, 7))]
+    if uneven and setting == "slow link":
+        slots[0] = random.uniform(60, 90)
     _, *ready = accumulate(slots, initial=start)  # when each bucket has all of its gradients
     end = ready[-1]
+    rings = rings_of(random, setting, ready, UNEVEN_RING_MS if uneven else RING_MS)
+    if uneven and setting == "hidden":
+        begin, _ = rings[-1]
+        rings[-1] = (begin, begin + (end - start) / 2)
     spans = [
         ("forward", start - 12, start),
         ("backward", start, end),
         ("update", end + 200, end + 203),
     ]
-    for ring_start, ring_end in rings_of(random, setting, ready):
+    for ring_start, ring_end in rings:
         spans.append(("communication", ring_start, ring_end))
     rounded = [(name, round(begin, 2), round(end, 2)) for name, begin, end in spans]
     return random.sample(rounded, len(rounded))
 
 
-def rings_of(random, setting, ready):
+def rings_of(random, setting, ready, ring_ms):
     """Return (start_ms, end_ms) of a step's rings, if its buckets are `ready` at these times."""
     end_of_backward = ready[-1]
     just_before = end_of_backward - random.uniform(0.5, 2)
@@ -639,7 +713,7 @@ def rings_of(random, setting, ready):
         return [(just_before, end_of_backward + random.uniform(20, 60))]
     if setting == "each on its own":
         ready = [just_before] * len(ready)
-    shortest, longest = RING_MS[setting]
+    shortest, longest = ring_ms[setting]
     rings = []
     link_is_free = 0.0
     for bucket_is_ready in ready:
@@ -657,7 +731,11 @@ class WhichTimeline:
 
     def draw(random):
         settings = random.sample(list(SIGNS) * 6, len(SIGNS) * 6)
-        timelines = [timeline_of(random, setting) for setting in settings]
+        timelines = []
+        seen = Counter()
+        for setting in settings:
+            seen[setting] += 1
+            timelines.append(timeline_of(random, setting, uneven=seen[setting] % 2 == 0))
         in_order = [sorted(timeline, key=lambda span: span[1]) for timeline in timelines]
         return {"settings": settings, "cases": [(one,) for one in timelines + in_order]}
 
@@ -778,7 +856,7 @@ class MostRanks:
     """
 
     def draw(random):
-        for gradient_bytes, ranks in product((2, 4), (5, 40, 700, 9000)):
+        for gradient_bytes, ranks in product((2, 4), (1, 5, 40, 700, 9000)):
             tokens = random.randrange(2**14, 2**22)
             rate = random.randrange(50, 900) * 10**12
             # With this bandwidth the limit, 1 + 2 tokens W / (bytes R), is ranks + 0.5.

@@ -4,10 +4,11 @@ real scripts, a reducer, and replicas that part.
 A task's `draw`, `probe` and `read` are what `ddp_exercises.tasks.Task` says.
 """
 
+import copy
 import os
 import tempfile
 from contextlib import ExitStack
-from itertools import chain
+from itertools import chain, pairwise
 from operator import itemgetter
 from unittest import mock
 
@@ -25,22 +26,34 @@ from manyranks.errors import MismatchError
 from manyranks.torch_inside import around
 
 from .shared import (
+    LAST_THREE,
     NO_TENSOR,
     NOTHING_RETURNED,
     RING,
     SERVER,
+    addresses,
     as_it_is,
     copied_gradient,
+    fault_of_group,
     form_of_explanation,
     in_words,
+    noted_messages,
     noted_ring,
     nothing,
     require,
+    require_written,
     tensors,
     unequal_lengths,
     worlds,
 )
 
+BRACKETS = "no_sync is a function that returns a context: with parallel.no_sync():, with brackets"
+# Before Python 3.11 a missing context says __enter__.
+NO_BRACKETS = {"context manager protocol": BRACKETS, "__enter__": BRACKETS}
+SHUFFLED_TWICE = {
+    "mutually exclusive with shuffle": "a DataLoader with a sampler is told no shuffle: DistributedSampler"
+    " shuffles by itself, anew for each set_epoch"
+}
 SYNCHRONISE = "do all ranks synchronise in the same micro-batch?"
 ONE = load_tasks(1)  # Exercise 1 has a little net.
 FOUR = load_tasks(4)  # Exercise 4 has a ring under torch's class.
@@ -60,15 +73,20 @@ class AccumulateUnsynchronised:
     """
 
     def draw(random):
-        count = random.randrange(3, 5)
+        count = random.randrange(4, 6)
         return {
             "seed": random.randrange(10**6),
-            "batches": [ONE.batches_of(random, count, 4) for _ in range(4)],
+            "batches": [ONE.batches_of(random, count, ONE.SAMPLES) for _ in range(4)],
         }
 
     def probe(accumulate, seed, batches):
-        mine = batches[dist.get_rank()]
         for size, group in worlds(2, 4):
+            # Two ranks have a micro-batch less, so no fixed number is theirs in both worlds.
+            count = len(batches[0])
+            if size == 2:
+                count -= 1
+            of_ranks = [of_rank[:count] for of_rank in batches[:size]]
+            mine = of_ranks[dist.get_rank()]
             model, optimizer = ONE.small_model(seed)
             all_reduce, sums = noted_ring(group)
             parallel = DistributedDataParallel(model, process_group=group, all_reduce=all_reduce)
@@ -78,8 +96,8 @@ class AccumulateUnsynchronised:
             sums.clear()
             forward_passes = forward_passes_of(parallel)
             before = ONE.weights(model)
-            goal = ONE.after_one_step(model, list(chain.from_iterable(batches[:size])))
-            with ONE.RoomForOne(model, len(inputs)) as room:
+            goal = ONE.after_one_step(model, list(chain.from_iterable(of_ranks)))
+            with ONE.RoomForOne(model, len(inputs)) as room, in_words(NO_BRACKETS):
                 accumulate(parallel, optimizer, mine)
             about = f"with {size} ranks"
             wrong_size = ONE.size_of_update(before, ONE.weights(model), goal)
@@ -149,6 +167,7 @@ def model_with_buffers(seed, rank):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
         model.register_buffer("steps", torch.zeros(3, dtype=torch.int64))
+        model.register_buffer("mask", torch.zeros(5), persistent=False)
     for index, buffer in enumerate(model.buffers()):
         buffer.add_(10 * (rank + 1) + index)
     with torch.no_grad():
@@ -157,12 +176,21 @@ def model_with_buffers(seed, rank):
     return model
 
 
+NUMBERS = (
+    "in a group of ranks 1, 2 and 3 of the job, `src` is a number within the group, from 0 on, as in"
+    " dist.get_rank(group): wire.send and wire.recv take the job's, wire.global_rank(src, group)"
+)
+
+
 @task(
     "6.3",
     "share_buffers",
     {"buffers": 1, "bytes": 1},
     ranks=4,
     forbidden=(*SERVER, *RING, *COLLECTIVES, "ddp_course.stage6_ddp.buffers.broadcast_tensors"),
+    hang="does every receive have its send, and every send its receive, on all ranks? "
+    + NUMBERS[0].upper()
+    + NUMBERS[1:],
 )
 class ShareBuffers:
     """Every rank gets rank src's buffers, in place; parameters stay, and (K-1) times the bytes
@@ -172,27 +200,35 @@ class ShareBuffers:
     def draw(random):
         return {
             "seed": random.randrange(10**6),
-            "sources": {3: 2, 4: random.randrange(1, 4), 2: 0, 1: 0},
+            "sources": {3: 2, 4: random.randrange(1, 4), 2: 0, 1: 0, LAST_THREE: 1},
         }
 
     def probe(share_buffers, seed, sources):
-        for size, group in worlds(3, 4, 2, 1):
-            model = model_with_buffers(seed, dist.get_rank())
-            source = sources[size]
-            addresses = [buffer.data_ptr() for buffer in model.buffers()]
-            events = []
-            with wire.observing(events.append), in_words(NO_TENSOR):
-                share_buffers(model, source, group)
-            about = f"with {size} ranks, source {source}"
-            for index, buffer in enumerate(model.buffers()):
-                dtype = str(buffer.dtype).removeprefix("torch.")
-                yield "buffers", f"{about}, buffer {index} ({dtype})", buffer
-            yield "buffers", f"{about}, the parameters", ONE.weights(model)
-            in_place = addresses == [buffer.data_ptr() for buffer in model.buffers()]
-            yield "buffers", f"{about}, buffers are the tensors that they were", in_place
-            sent = sum(event.bytes for event in events if event.kind == "send")
-            yield "bytes", f"{about}, bytes sent", sent
-            yield "bytes", f"{about}, lengths of messages", unequal_lengths(events, group)
+        for world, source in sources.items():
+            for size, group in worlds(world):
+                yield from ShareBuffers.in_group(share_buffers, seed, size, group, source)
+
+    def in_group(share_buffers, seed, size, group, source):
+        """Yield what an answer does in one group, whose first rank may not be the job's."""
+        model = model_with_buffers(seed, dist.get_rank())
+        before = addresses(model.buffers())
+        about = f"with {size} ranks, source {source}"
+        causes = NO_TENSOR
+        if dist.get_global_rank(group, 0) > 0:
+            about = f"with ranks 1 to {size} as a group, source {source}"
+            causes = {"": NUMBERS}  # Whatever fails here has not failed in the other groups.
+        with noted_messages(group) as (events, astray), in_words(causes):
+            share_buffers(model, source, group)
+        for index, buffer in enumerate(model.buffers()):
+            dtype = str(buffer.dtype).removeprefix("torch.")
+            yield "buffers", f"{about}, buffer {index} ({dtype})", buffer
+        yield "buffers", f"{about}, the parameters", ONE.weights(model)
+        in_place = before == addresses(model.buffers())
+        yield "buffers", f"{about}, buffers are the tensors that they were", in_place
+        sent = sum(event.bytes for event in events if event.kind == "send")
+        yield "bytes", f"{about}, bytes sent", sent
+        yield "bytes", f"{about}, lengths of messages", unequal_lengths(events, group)
+        yield "bytes", f"{about}, their group", fault_of_group(astray)
 
 
 LARGE = 6  # A gradient of 6.4 begins with so many large numbers.
@@ -287,7 +323,8 @@ class RealScript:
             return parallel
 
         with tempfile.TemporaryDirectory() as folder:
-            with in_words({"pickle": 'the checkpoint\'s "model" is its state_dict(), no module'}):
+            no_module = 'the checkpoint\'s "model" is its state_dict(), no module'
+            with in_words({"pickle": no_module, **SHUFFLED_TWICE}):
                 main(folder, wrap, model, data, 2)
             files = sorted(os.listdir(folder))
             state = torch.load(os.path.join(folder, files[0])) if files else {}
@@ -570,6 +607,7 @@ class AReducer:
 
     def probe(Reducer, seed, inputs):
         ((size, group),) = worlds(3)
+        require_written(Reducer.ready, Reducer.finish)
         rank = dist.get_rank()
         model = Branches(seed)
         weights = [layer.weight for layer in model.layers]
@@ -652,18 +690,25 @@ class PublishedScript:
         data = torch.utils.data.TensorDataset(inputs, targets)
         joined = []
         placed = []
+        on_device = []  # It gets an item when a gradient comes to a tensor that was placed.
+        passes = noted_passes(model, inputs)
         through_wrapper = []
 
         def place(thing, number):
             placed.append((isinstance(thing, nn.Module), number))
-            return thing
+            if isinstance(thing, nn.Module):
+                return thing
+            # As `.to` does, this makes another tensor.
+            moved_tensor = thing.clone().requires_grad_() * 1
+            moved_tensor.register_hook(on_device.append)
+            return moved_tensor
 
         def wrap(module, *args, **kwargs):
             parallel = nn.parallel.DistributedDataParallel(module, *args, **kwargs)
             through_wrapper.append(forward_passes_of(parallel))
             return parallel
 
-        with as_torchrun_starts_it(joined):
+        with as_torchrun_starts_it(joined), in_words(SHUFFLED_TWICE):
             mended_training(place, wrap, model, data, 2)
         after = ONE.weights(model)
         require(joined, "no process group was made: dist.init_process_group is missing")
@@ -672,6 +717,8 @@ class PublishedScript:
         models = [number for is_model, number in placed if is_model]
         yield "device", "the devices that get the model", models
         yield "device", "the devices that this rank uses", sorted({number for _, number in placed})
+        left_behind = 2 * len(uncleared) - len(on_device)
+        yield "device", "what a loss is computed from", fault_of_device(left_behind)
         yield from shares_and_epochs(seen)
         pile_up = ""
         if any(uncleared):
@@ -681,6 +728,80 @@ class PublishedScript:
         alike = all(of_rank.allclose(after) for of_rank in gathered(after))
         yield "gradients", "all ranks have the same weights at the end", alike
         yield "gradients", "forward passes go through the wrapper", any(through_wrapper)
+        largest = max((len(numbers) for _, numbers in passes), default=0)
+        yield "gradients", "samples in the largest batch", largest
+        if alike and any(through_wrapper) and not pile_up:
+            fault = fault_of_steps(model, passes, after, inputs, targets)
+            yield "gradients", "the steps", fault
+
+
+def noted_passes(model, samples):
+    """Return a list that gets, in each forward pass of a model in training, its weights and the
+    numbers of the samples that it sees.
+    """
+    passes = []
+
+    def note(_, arguments):
+        (batch,) = arguments
+        if torch.is_grad_enabled():
+            numbers = torch.cdist(batch, samples).argmin(dim=1)
+            passes.append((ONE.weights(model).clone(), numbers.tolist()))
+
+    model.register_forward_pre_hook(note)
+    return passes
+
+
+def fault_of_device(left_behind):
+    """Return in words that so many tensors of losses were not on this device; else ""."""
+    if left_behind <= 0:
+        return ""
+    return (
+        f"{left_behind} times inputs or labels that are not on this device: place both, and keep what"
+        " `place` returns, inputs = place(inputs, device)"
+    )
+
+
+PUBLISHED_RATE = 0.05
+
+
+def fault_of_steps(model, passes, after, inputs, targets):
+    """Return in words that a step is not one of MSELoss and plain SGD on the batches of all ranks;
+    else "". `passes` are as noted, and `after` are the weights at the end.
+    """
+    of_ranks = gathered([numbers for _, numbers in passes])
+    if len({len(numbers) for numbers in of_ranks}) > 1:
+        return ""
+    weights = [before for before, _ in passes] + [after]
+    for step, (before, following) in enumerate(pairwise(weights)):
+        ahead = copy.deepcopy(model)
+        nn.utils.vector_to_parameters(before, ahead.parameters())
+        losses = []
+        for numbers in of_ranks:
+            batch = numbers[step]
+            losses.append(nn.functional.mse_loss(ahead(inputs[batch]), targets[batch]))
+        gradients = torch.autograd.grad(sum(losses) / len(losses), list(ahead.parameters()))
+        right = -PUBLISHED_RATE * torch.cat([gradient.reshape(-1) for gradient in gradients])
+        fault = fault_of_update(following - before, right)
+        if fault:
+            return f"step {step + 1}: {fault}"
+    return ""
+
+
+def fault_of_update(update, right):
+    """Return in words how an update differs from the right one; "" if it does not."""
+    rounding = 1e-3 * right.abs().max()
+    if (update - right).abs().max() <= rounding:
+        return ""
+    factor = (update @ right / (right @ right)).item()
+    if (update - factor * right).abs().max() <= abs(factor) * rounding:
+        return (
+            f"the update is {factor:.4g} times as large as it should be: the script's learning rate is"
+            f" {PUBLISHED_RATE}, and its loss is a mean"
+        )
+    return (
+        "the update is another one than that of the script's MSELoss and plain SGD, averaged over the"
+        " ranks: keep both as they are"
+    )
 
 
 def as_torchrun_starts_it(joined):
@@ -733,8 +854,14 @@ def faulty_rings():
     def whole_gradients(tensor, group=None):
         tensor.copy_(whole_gradient_ring(tensor, group))
 
+    def too_little(tensor, group=None):
+        ring_all_reduce(tensor, group)
+        if dist.get_rank(group) == 3:
+            tensor += 1e-300  # Only a gradient of 0 changes, and no weight.
+
     return {
         "a right ring": ring_all_reduce,
+        "a ring whose fault is too small to change a weight": too_little,
         "a ring one step short": one_step_short,
         "a ring of whole gradients": whole_gradients,
         "a ring that hands out another chunk than the one it has summed": wrong_chunk,
@@ -753,9 +880,12 @@ class FirstDifference:
     """torch's DDP over rings with faults: after which step the replicas differ."""
 
     def draw(random):
+        batches = [ONE.batches_of(random, 5, 4) for _ in range(4)]
+        for inputs, _ in chain.from_iterable(batches):
+            inputs[:, 2] = 0  # So the gradients of some weights are 0.
         return {
             "seed": random.randrange(10**6),
-            "batches": [ONE.batches_of(random, 5, 4) for _ in range(4)],
+            "batches": batches,
             "lr": random.randrange(1, 5) / 10,
             "late": random.randrange(2, 5),
         }
@@ -768,13 +898,19 @@ class FirstDifference:
             forward_passes.append(None)
             return forward(*arguments, **named)
 
-        def late_fault(tensor, group=None):
-            ring_all_reduce(tensor, group)
-            if len(forward_passes) >= late and dist.get_rank(group) == 3:
-                tensor *= 1 + 1e-6
+        def spoils(rank, place):
+            """Return a ring that makes one number a little larger on one rank, from a step on."""
+
+            def ring(tensor, group=None):
+                ring_all_reduce(tensor, group)
+                if len(forward_passes) >= late and dist.get_rank(group) == rank:
+                    tensor.view(-1)[place] *= 1 + 1e-6
+
+            return ring
 
         rings = faulty_rings()
-        rings[f"a ring that goes wrong on the last rank in step {late}"] = late_fault
+        rings[f"a ring that spoils its first number on rank 3 from step {late} on"] = spoils(3, 0)
+        rings[f"a ring that spoils its last number on rank 2 from step {late} on"] = spoils(2, -1)
         for name, ring in rings.items():
             forward_passes.clear()
             summed.clear()
@@ -784,11 +920,12 @@ class FirstDifference:
                 summed.append(tensor.numel())
                 ring(tensor, group)
 
-            with around(nn.parallel.DistributedDataParallel, "forward", noted):
+            forward = around(nn.parallel.DistributedDataParallel, "forward", noted)
+            with forward, FOUR.backend_before_group():
                 step = first_difference(all_reduce, model, batches[dist.get_rank()], lr)
             require(forward_passes, FOUR.NO_TORCH)
             require(summed, FOUR.NOT_CALLED)
-            is_equal = name.startswith(("a right", "a ring that hands"))
+            is_equal = name.startswith(("a right", "a ring that hands", "a ring whose"))
             part = "they are equal" if is_equal else "they differ"
             yield part, name, step
 

@@ -1,5 +1,6 @@
 """What several exercises draw, forbid and require, and a ring all-reduce that notes its calls."""
 
+import dis
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +20,7 @@ from ddp_exercises.diagnosis import kind_of
 from ddp_exercises.errors import Wrong
 from manyranks.torch_inside import around
 
+LAST_THREE = -3  # The group of the last three of four ranks has this size for `worlds`.
 COPIED = 10  # So many words in a row, equal to a lesson's, are no learner's own.
 # Dotted names of functions that would be the answer; each names the module that defines it.
 SERVER = (
@@ -40,10 +42,15 @@ RING = (
 
 
 def worlds(*sizes: int) -> Iterator[tuple[int, Any]]:
-    """Yield (size, group of the first ranks) for each of the `sizes` whose group this rank is in."""
+    """Yield (size, group of the first ranks) for each of the `sizes` whose group this rank is in.
+
+    A size below 0 means the last ranks: LAST_THREE of four are 1, 2 and 3 of the job.
+    """
     for size in sizes:
-        if dist.get_rank() < size:
-            yield size, groups[size]
+        ranks = range(dist.get_world_size())
+        members = ranks[size:] if size < 0 else ranks[:size]
+        if dist.get_rank() in members:
+            yield len(members), groups[size]
 
 
 def noted_ring(group: Any) -> tuple[Callable, list]:
@@ -151,12 +158,12 @@ def unequal_lengths(events: list, group: Any) -> str:
 
 @contextmanager
 def in_words(causes: dict[str, str]) -> Iterator[None]:
-    """Raise Wrong with a cause where an error's message contains one of these pieces."""
+    """Raise Wrong with a cause where an error's type or message contains one of these pieces."""
     try:
         yield
     except Exception as error:
         for words, cause in causes.items():
-            if words in str(error):
+            if words in f"{type(error).__name__}: {error}":
                 raise Wrong(cause) from error
         raise
 
@@ -214,6 +221,19 @@ def require(condition: Any, message: str) -> None:
     """Raise Wrong with `message` unless `condition` holds."""
     if not condition:
         raise Wrong(message)
+
+
+def require_written(*methods: Callable) -> None:
+    """Raise NotImplementedError for a method that has nothing but `...` or `pass` in it."""
+    empty = instructions(lambda: None)
+    for method in methods:
+        if instructions(method) == empty:
+            raise NotImplementedError(f"{method.__name__} has nothing but ... in it")
+
+
+def instructions(function: Callable) -> list[str]:
+    """Return the names of a function's instructions."""
+    return [instruction.opname for instruction in dis.get_instructions(function)]
 
 
 def different_words(sentence: Any) -> int:
