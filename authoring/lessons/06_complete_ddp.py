@@ -528,8 +528,8 @@ def uneven(join):
 try:
     launch(uneven, False, world_size=2, timeout=4)
 except LaunchError as error:
-    message, *stacks = str(error).split(" All ranks were ended. ")
-    print(f"{type(error).__name__}: {message}")
+    cause, _, where = str(error).partition(" All ranks were ended. ")
+    print(f"{type(error).__name__}: {cause}")
 
 # %% check-uneven folded=true
 # NBVAL_CHECK_OUTPUT
