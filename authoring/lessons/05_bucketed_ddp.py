@@ -71,9 +71,9 @@ one is ten times as large, because `8.weight` alone has 256 KiB.
 # %% bucket-sketch
 names = {parameter: name for name, parameter in model.named_parameters()}
 for number, bucket in enumerate(stage5_bucketed.assign_buckets(list(names), bucket_cap_mb=0.03)):
-    nbytes = sum(parameter.nbytes for parameter in bucket)
+    size = sum(parameter.nbytes for parameter in bucket)
     inside = [names[parameter] for parameter in bucket]
-    print(f"bucket {number}, {nbytes / 1024:5.1f} KiB:", ", ".join(inside))
+    print(f"bucket {number}, {size / 1024:5.1f} KiB:", ", ".join(inside))
 
 # %% [markdown]
 r"""
@@ -244,12 +244,13 @@ settings = {
     "none": ([0.001, 0.05, 0.2, 0.5], Link("40Mbit"), device),
     "nothing to hide behind": ([0.001, 0.05, 0.5], link, Device("100GFLOP/s")),
 }
-program = {}
+by_setting = {}
 for setting, (tried, carrier, computer) in settings.items():
-    program[setting] = {}
+    by_setting[setting] = {}
     for cap in show.progress(tried):
         lanes = on_devices(stage5_bucketed.train, carrier, computer, bucket_cap_mb=cap)
-        program[setting][cap] = step_ms(lanes)
+        by_setting[setting][cap] = step_ms(lanes)
+program = by_setting  # only when all are there: a cell that is interrupted leaves no half of a figure
 
 # %% [markdown]
 r"""
@@ -437,12 +438,13 @@ trainings = (
     ("ring", stage4_ring.train, {}),
     ("buckets", stage5_bucketed.train, {"bucket_cap_mb": 0.1}),
 )
-points = {}
+by_training = {}
 for name, train, cap in trainings:
-    points[name] = []
+    by_training[name] = []
     for speed in show.progress(megabits):
         lanes = on_devices(train, link=Link(f"{speed}Mbit", "1ms"), **cap)
-        points[name].append(step_ms(lanes))
+        by_training[name].append(step_ms(lanes))
+points = by_training
 
 # %% derived folded=true
 latencies = 2 * (K - 1)  # of one millisecond each

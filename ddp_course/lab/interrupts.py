@@ -1,10 +1,16 @@
 """An interrupted cell says in one line where it stopped, and one that lacks a name what to run."""
 
 import linecache
+import re
 import sys
 import traceback
 from types import TracebackType
 from typing import Any
+
+from manyranks.errors import RankError
+
+# A cell says the second part alone, and its ranks say both.
+MISSING = re.compile(r"(?:rank \d+: NameError: )?name '(\w+)' is not defined")
 
 
 def tell_in_one_line() -> None:
@@ -18,7 +24,7 @@ def tell_in_one_line() -> None:
 
     shell: Any = get_ipython()  # type: ignore[no-untyped-call]
     if shell is not None and not shell.custom_exceptions:
-        shell.set_custom_exc((KeyboardInterrupt, NameError), show)
+        shell.set_custom_exc((KeyboardInterrupt, NameError, RankError), show)
 
 
 def show(
@@ -27,10 +33,10 @@ def show(
     """Show the error as IPython would; of an interrupt one line in place of the traceback."""
     if kind is not KeyboardInterrupt:
         shell.showtraceback((kind, error, trace))
-        *_, (innermost, _) = traceback.walk_tb(trace)
-        if kind is NameError and innermost.f_globals is shell.user_ns:
+        missing = MISSING.match(str(error))
+        if missing and missing[1] not in shell.user_ns:
             print(
-                f"No cell that has run in this kernel makes {error.name}. If a cell further up"
+                f"No cell that has run in this kernel makes {missing[1]}. If a cell further up"
                 " does, run that one, or choose Run › Run All Above Selected Cell."
             )
         return
