@@ -427,7 +427,7 @@ r"""
 <details><summary>The line</summary><code>begins = max(full, link_is_free)</code></details>
 
 The link at which T = C follows from C alone. Backward takes 162 ms here. The ring's six messages have a latency of 1 ms each, so 1.5
-times 427 kB must pass in the other 156 ms, which takes a link of 33 Mbit/s. We run the program at several link speeds and see
+times 427 kB must pass in the other 156 ms, at 33 Mbit/s. We run the program at several link speeds and see
 whether overlap saves the most near that one. Each percentage in the figure is what buckets save. The lower line leaves the one
 bucket out, so the points lie above it.
 """
