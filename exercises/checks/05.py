@@ -397,11 +397,11 @@ class BucketWatch:
         """Sum a bucket over the ranks, the first one when a second one was submitted."""
         lengths = [len(bucket) for bucket in self.flats]
         require(flat.numel() in lengths, "all_reduce takes a bucket: hand over one after the other")
+        self.order.append(lengths.index(flat.numel()))
         name = threading.current_thread().name
         if name != self.training and not name.startswith("communication"):
             self.threads.append(name)
             raise Wrong(OWN_THREAD)
-        self.order.append(lengths.index(flat.numel()))
         before = flat.clone()
         self.begun.set()
         self.alone.append(not self.second_submitted.wait(self.PATIENCE_S))
@@ -859,8 +859,9 @@ class MostRanks:
         for gradient_bytes, ranks in product((2, 4), (1, 5, 40, 700, 9000)):
             tokens = random.randrange(2**14, 2**22)
             rate = random.randrange(50, 900) * 10**12
-            # With this bandwidth the limit, 1 + 2 tokens W / (bytes R), is ranks + 0.5.
-            bandwidth = (ranks - 0.5) * gradient_bytes * rate / (2 * tokens)
+            # With this bandwidth the limit, 1 + 2 tokens W / (bytes R), is ranks + 0.4, and twice what is
+            # beyond 1 is no whole number, which rounding would move up or down.
+            bandwidth = (ranks - 0.6) * gradient_bytes * rate / (2 * tokens)
             part = "small machines" if ranks < 100 else "large machines"
             about = (
                 f"{tokens} tokens, {rate / 1e12:g} TFLOP/s, {bandwidth / 1e9:.3g} GB/s,"
