@@ -15,9 +15,10 @@ it, plots it, and holds it against PyTorch's own and against a formula.
 - read the comparison figure that the whole course works towards,
 - say what this machine will and will not show you.
 
-*25 minutes, about half a minute of computing.* Run cells with Shift+Enter, from top to bottom. Guess before you
-run: a wrong guess that you wrote down teaches more than a right answer that you read. From lesson 03 on, some cells show a single
-line and three dots: they measure or draw. Run them like all others; a click on the dots shows their code.
+*25 minutes, about half a minute of computing.* Run cells with Shift+Enter, from top to bottom; while one runs, its
+seconds are counted beside it. Guess before you run: a wrong guess that you wrote down teaches more than a right answer that you
+read. From lesson 03 on, some cells show a single line and three dots: they measure or draw. Run them like all others; a click on
+the dots shows their code.
 """
 
 # %% imports

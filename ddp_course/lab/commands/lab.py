@@ -45,8 +45,11 @@ figures and the blocks of show.source are dark too. */
 .jp-OutputArea-output > .widget-vbox.jupyter-widgets-disconnected::after {
   content: "Its kernel has ended. Run the cells down to this one again to use it.";
 }
-/* A cell that runs says for how long. */
-.jp-InputPrompt[data-seconds]::after { content: attr(data-seconds) " s"; display: block; }"""
+/* A cell that runs says for how long, in place of its star. */
+.jp-InputPrompt[data-seconds]:not([data-seconds="1"]) { font-size: 0; }
+.jp-InputPrompt[data-seconds]:not([data-seconds="1"])::after {
+  content: "[" attr(data-seconds) " s]:"; font-size: 12px;
+}"""
 SETTINGS = {
     # JupyterLab sends what sliders say to a subshell of the kernel. After a restart that the page
     # did not ask for it goes to the old one, and is lost.

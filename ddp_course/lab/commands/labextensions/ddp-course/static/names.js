@@ -18,22 +18,30 @@ function activate(app) {
     waiting = true;
   };
   new MutationObserver(soon).observe(document.body, {childList: true, subtree: true, characterData: true});
-  setInterval(() => document.querySelectorAll(".jp-Notebook").forEach(countSeconds), 1000);
-  if (window.innerWidth < 500) app.restored.then(() => app.shell.collapseLeft()); // a phone has room for one
+  setInterval(() => [...app.shell.widgets("main")].forEach(countSeconds), 1000);
+  if (window.innerWidth < 500) app.restored.then(() => makeRoom(app.shell));
 }
 
-const queues = new WeakMap(); // of each notebook: the prompts of cells that wait, in their order
+// A phone has room for one thing: the list of files closes, and the strip on the right goes.
+function makeRoom(shell) {
+  shell.collapseLeft();
+  if (shell.isSideTabBarVisible("right")) shell.toggleSideTabBarVisibility("right");
+}
 
-function countSeconds(notebook) {
-  const stars = [...notebook.querySelectorAll(".jp-InputPrompt")].filter(prompt => prompt.textContent === "[*]:");
-  const waited = (queues.get(notebook) ?? []).filter(prompt => stars.includes(prompt));
-  const queue = [...waited, ...stars.filter(prompt => !waited.includes(prompt))];
-  queues.set(notebook, queue);
-  for (const prompt of notebook.querySelectorAll("[data-seconds]")) {
-    if (prompt !== queue[0]) delete prompt.dataset.seconds;
+const queues = new WeakMap(); // of each notebook: its cells that have a star, in the order in which they got it
+
+function countSeconds(panel) {
+  const cells = [...panel.content?.widgets ?? []];
+  const stars = cells.filter(cell => cell.inputArea?.promptNode.textContent === "[*]:"); // folded ones, too
+  const waited = (queues.get(panel) ?? []).filter(cell => stars.includes(cell));
+  const queue = [...waited, ...stars.filter(cell => !waited.includes(cell))];
+  queues.set(panel, queue);
+  const prompt = queue[0]?.promptNode; // the first one runs
+  for (const other of panel.node.querySelectorAll("[data-seconds]")) {
+    if (other !== prompt) delete other.dataset.seconds;
   }
-  // The first one runs. Its first second is that in which it is seen.
-  if (queue.length) queue[0].dataset.seconds = 1 + Number(queue[0].dataset.seconds ?? 0);
+  // The first second is that in which it is seen.
+  if (prompt) prompt.dataset.seconds = 1 + Number(prompt.dataset.seconds ?? 0);
 }
 
 function nameAll(app) {
