@@ -492,8 +492,9 @@ which is worth more before you look.
 
 # %% task-11-1
 def save_checkpoint(state, path):
-    """Write `state` to `path` so that at any moment the old or the new checkpoint is there, whole
-    and on the disk.
+    """Write `state` to `path`: at any moment the old or the new checkpoint is there, whole.
+
+    It must be on the disk, too.
     """
     raise NotImplementedError("Exercise 11.1: An atomic checkpoint")
 
@@ -612,8 +613,9 @@ days for each interval, with failures at random moments; the line is what theory
 
 # %% how-often
 def lost_share(every, seed):
-    """Share of 54 days that goes into saving and repeating, with a checkpoint after `every`
-    seconds.
+    """Return the share of 54 days that goes into saving and repeating.
+
+    A checkpoint is saved after `every` seconds.
     """
     random = torch.Generator().manual_seed(seed)
     now = 0.0

@@ -26,8 +26,9 @@ from ddp_exercises import check, hint
 # stays behind.
 # %% answer-11-1
 def save_checkpoint(state, path):
-    """Write `state` to `path` so that at any moment the old or the new checkpoint is there, whole
-    and on the disk.
+    """Write `state` to `path`: at any moment the old or the new checkpoint is there, whole.
+
+    It must be on the disk, too.
     """
     ### BEGIN SOLUTION
     temporary = f"{path}.new"
@@ -67,9 +68,7 @@ def capture(model, optimizer, step):
 
 
 def resume(state, model, optimizer):
-    """Put a captured state into a new model and a new optimizer; return the number of the next
-    step.
-    """
+    """Put a captured state into a new model and a new optimizer; return the next step's number."""
     ### BEGIN SOLUTION
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
@@ -148,8 +147,9 @@ def the_bug():
 
 
 def mended_run(model, optimizer, batches, peak, state, stop):
-    """Train up to step `stop`; return (losses, state), such that a run in two parts is the same as
-    one in one.
+    """Train up to step `stop`; return (losses, state).
+
+    A run in two parts must be the same as one in one.
     """
     ### BEGIN SOLUTION
     start = 0
@@ -219,9 +219,7 @@ def diagnoses():
 
 
 def mended():
-    """Return {number of the patient: (the faulty part of a line, what belongs there)}; not
-    graded.
-    """
+    """Return {number of the patient: (the faulty part of a line, what is right)}; not graded."""
     ### BEGIN SOLUTION
     pairs = [
         ("if most < 8:  # else it is no news", "if True:"),

@@ -65,8 +65,9 @@ host. You have `reduce_scatter(chunks, group)`, after which rank r of the *group
 
 # %% task-12-1
 def two_levels(tensor, inside, between):
-    """Sum `tensor` over all ranks of all hosts in place, for 2 (H-1)/H p bytes on the cable in
-    each direction.
+    """Sum `tensor` over all ranks of all hosts, in place.
+
+    A cable may carry 2 (H-1)/H p bytes in each direction.
     """
     raise NotImplementedError("Exercise 12.1: Two levels")
 

@@ -25,8 +25,9 @@ from ddp_exercises import check, hint
 # `allgather(chunks, group)`, which starts from there, and `ring_all_reduce(tensor, group)`.
 # %% answer-12-1
 def two_levels(tensor, inside, between):
-    """Sum `tensor` over all ranks of all hosts in place, for 2 (H-1)/H p bytes on the cable in
-    each direction.
+    """Sum `tensor` over all ranks of all hosts, in place.
+
+    A cable may carry 2 (H-1)/H p bytes in each direction.
     """
     ### BEGIN SOLUTION
     world_size = inside.size()
@@ -54,8 +55,9 @@ check("12.1", two_levels)
 # Write your guess down before you run it: 4 KiB on 256 ranks, latency or bandwidth?
 # %% answer-12-2
 def foresee(measure, size, nbytes):
-    """Return (seconds, "latency" or "bandwidth") of a ring over `size` ranks, from measurements
-    on at most 4.
+    """Return (seconds, "latency" or "bandwidth") of a ring over `size` ranks.
+
+    The measurements are on at most 4 ranks.
     """
     ### BEGIN SOLUTION
     # Each takes two latencies, and a message of its size.
