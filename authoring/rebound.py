@@ -1,9 +1,9 @@
 """Whether the cells of a lesson can be run again: `python authoring/rebound.py`.
 
-A cell reads a name that an earlier cell has bound. If a later cell binds that name again, the first
-one runs with the wrong value the next time, without a word: the title says 1 MiB, the points are of
-16 MiB. So no top-level name is bound again once a cell has read it from outside. The body of a
-function counts as reading, since it looks a name up whenever it is called.
+A cell reads a name that another cell has bound. If two cells bind that name, the reader runs with
+the wrong value as soon as they are run in another order, without a word: the title says 1 MiB, the
+points are of 16 MiB. So a top-level name that some cell reads from outside is bound by one cell
+only. The body of a function counts as reading, since it looks a name up whenever it is called.
 """
 
 import ast
@@ -78,22 +78,24 @@ def names_from_outside(node: ast.AST) -> set[str]:
 
 
 def faults(lesson: Path) -> list[str]:
-    """Return a line for each name that is bound again after a cell has read it."""
+    """Return a line for each name that a cell reads from outside, and that several cells bind."""
     readers: dict[str, str] = {}
-    known: set[str] = set()
-    lines = []
+    binders: dict[str, list[str]] = {}
     for cell in jupytext.read(lesson, fmt="py:percent").cells:
         if cell.cell_type == "code":
             title = cell.metadata.get("title") or cell.source.partition("\n")[0]
             names = Names(cell.source)
-            for name in sorted(names.read & known):
+            for name in names.read:
                 readers.setdefault(name, title)
-            for name in sorted(names.bound & readers.keys()):
-                lines.append(f"{lesson.name}: {title} binds {name}, which {readers[name]} reads")
-            known |= names.bound
-            # A function of this cell may read these whenever it is called.
-            for name in names.read & names.bound:
-                readers.setdefault(name, title)
+            for name in names.bound:
+                binders.setdefault(name, []).append(title)
+    lines = []
+    for name in sorted(readers.keys() & binders.keys()):
+        first, *others = binders[name]
+        for title in others:
+            lines.append(
+                f"{lesson.name}: {first} and {title} bind {name}, which {readers[name]} reads"
+            )
     return lines
 
 

@@ -135,8 +135,8 @@ rates = {"mean": 0.02, "sum": 0.02 / 24}
 apart = {}
 for reduction, rate in rates.items():
     for factor in (1, 4):
-        difference = weights(4, factor * rate, reduction) - weights(1, rate, reduction)
-        apart[reduction, factor] = float(difference.abs().max())
+        by_shards = weights(4, factor * rate, reduction) - weights(1, rate, reduction)
+        apart[reduction, factor] = float(by_shards.abs().max())
 for (reduction, factor), most in apart.items():
     print(f"{reduction} of the losses, rate times {factor}: weights differ by {most:.0e}")
 

@@ -141,19 +141,19 @@ without DDP, divided by a step with DDP. The dotted lines are a second predictor
 
 # %% published folded=true
 tables = {table.name: table for table in scoreboard.scoreboard()}
-rows = [row for row in tables["ddp_step_seconds_v100"].rows if not row["calibrated"]]
+ddp_rows = [row for row in tables["ddp_step_seconds_v100"].rows if not row["calibrated"]]
 measured = {}
-lines = {}
-errors = {"the simulator": [abs(row["error"]) for row in rows], "“as on 2 GPUs”": []}
+simulated_lines = {}
+errors = {"the simulator": [abs(row["error"]) for row in ddp_rows], "“as on 2 GPUs”": []}
 colours = ["#0072B2", "#D55E00", "#009E73", "#CC79A7"]
 for row, colour in zip(facts.rows("ddp_step_seconds_v100"), colours):
     model, alone, _, *seconds = row.values()
     measured[model] = ([2, 4, 8, 16], [100 * alone / step for step in seconds], colour)
-    simulated = [100 * alone / case["predicted"] for case in rows if case["model"] == model]
-    lines[f"{model}, simulated"] = ([4, 8, 16], simulated, colour)
+    simulated = [100 * alone / case["predicted"] for case in ddp_rows if case["model"] == model]
+    simulated_lines[f"{model}, simulated"] = ([4, 8, 16], simulated, colour)
     errors["“as on 2 GPUs”"] += [abs(seconds[0] / step - 1) for step in seconds[1:]]
 title = "Median error: " + ", ".join(f"{median(off):.1%} for {way}" for way, off in errors.items())
-picture = show.curves(measured, "GPUs", "efficiency (%)", title, theory=lines, log="x",
+picture = show.curves(measured, "GPUs", "efficiency (%)", title, theory=simulated_lines, log="x",
                       ticks=[2, 4, 8, 16], kind="published; simulated")
 for _, percents, colour in measured.values():
     picture.axes[0].plot([2, 16], [percents[0]] * 2, ":", color=colour, linewidth=1.2)
@@ -482,19 +482,19 @@ def off_by(rows, way):
 
 print("Each model on the most GPUs, in tokens/s per GPU               Median error of all its rows")
 print("                    GPUs  tokens   formula  rehearsal  measured  rows  formula  rehearsal")
-for model, rows in by_model.items():
-    most = max(rows, key=itemgetter("gpus"))
+for model, of_model in by_model.items():
+    most = max(of_model, key=itemgetter("gpus"))
     rates = f"{most['formula']:9,.0f} {most['rehearsal']:10,.0f} {most['measured']:9,.0f}"
-    errors = f"{len(rows):5} {off_by(rows, 'formula'):8.1%} {off_by(rows, 'rehearsal'):10.1%}"
+    errors = f"{len(of_model):5} {off_by(of_model, 'formula'):8.1%} {off_by(of_model, 'rehearsal'):10.1%}"
     print(f"{model:19} {most['gpus']:4.0f} {most['seq']:7,.0f} {rates} {errors}")
 
 # %% check-rehearsals folded=true
 # NBVAL_CHECK_OUTPUT
-rows = scoreboard.rehearsed()
+all_rows = scoreboard.rehearsed()
 for way in ("formula", "rehearsal"):
-    errors = [row[way] / row["measured"] - 1 for row in rows]
+    errors = [row[way] / row["measured"] - 1 for row in all_rows]
     near = sum(abs(error) < 0.1 for error in errors)
-    print(f"{way}: median error {off_by(rows, way):.1%}, from {min(errors):+.1%} to {max(errors):+.1%}; {near} of {len(rows)} rows within a tenth")
+    print(f"{way}: median error {off_by(all_rows, way):.1%}, from {min(errors):+.1%} to {max(errors):+.1%}; {near} of {len(all_rows)} rows within a tenth")
 
 # %% [markdown]
 r"""

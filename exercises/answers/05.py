@@ -927,7 +927,7 @@ def most_ranks(tokens, flops_per_s, bytes_per_s, gradient_bytes):
 #- int(1 + 2 * tokens * bytes_per_s / (gradient_bytes * flops_per_s))
 #+ math.ceil(1 + 2 * tokens * bytes_per_s / (gradient_bytes * flops_per_s))
 
-# %% 5.8 wrong: upside down | that is 1 over the limit: more tokens or a faster link allow more ranks
+# %% 5.8 wrong: upside down | that is the fraction upside down: more tokens or a faster link allow more ranks
 #- 2 * tokens * bytes_per_s / (gradient_bytes * flops_per_s)
 #+ gradient_bytes * flops_per_s / (2 * tokens * bytes_per_s)
 

@@ -40,7 +40,7 @@ def accumulate(parallel, optimizer, micro_batches):
             loss.backward()
     optimizer.step()
 
-# %% 6.1 wrong: all in no_sync | the gradients were never synchronised: the last micro-batch is outside no_sync
+# %% 6.1 wrong: all in no_sync | the gradients were never synchronised: the last micro-batch belongs outside no_sync
 #- micro_batches[:-1]:
 #+ micro_batches:
 #-     inputs, targets = micro_batches[-1]
@@ -1101,7 +1101,7 @@ class Reducer:
 
 # %% 6.10 right: one of the points
 def explain_figure():
-    return 'Averaging every time runs four rings of 0.39 MiB each, while under no_sync gradients of micro-batches add up on the rank and only the last backward pass runs a ring, so 25 % of the bytes are left.', "A"
+    return 'Averaging every time runs four rings of 0.38 MiB each, while under no_sync gradients of micro-batches add up on the rank and only the last backward pass runs a ring, so 25 % of the bytes are left.', "A"
 
 
 # %% 6.10 right: a list of letters
@@ -1115,7 +1115,7 @@ def explain_figure():
 #+ return "because " * 20 + "4", "A"
 # %% 6.10 told: lazy, all is ticked | 3 points in 31 different words
 def explain_figure():
-    return 'Averaging every time runs four rings of 0.39 MiB each, while under no_sync gradients of micro-batches add up on the rank and only the last backward pass runs a ring, so 25 % of the bytes are left.', "ABC"
+    return 'Averaging every time runs four rings of 0.38 MiB each, while under no_sync gradients of micro-batches add up on the rank and only the last backward pass runs a ring, so 25 % of the bytes are left.', "ABC"
 
 
 # %% 6.10 told: no number | name a number of the figure

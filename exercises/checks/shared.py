@@ -74,8 +74,10 @@ def noted_ring(group: Any) -> tuple[Callable, list]:
 
 @contextmanager
 def noted_messages(group: Any) -> Iterator[tuple[list, list]]:
-    """Yield two lists that grow within this block: this rank's events on the wire, and for each
-    message whether it went by another group than this one.
+    """Yield two lists that grow within this block.
+
+    One has this rank's events on the wire, the other for each message whether it went by another
+    group than this one.
     """
     events: list = []
     astray: list = []
@@ -240,8 +242,9 @@ def instructions(function: Callable) -> list[str]:
 
 
 def different_words(sentence: Any) -> int:
-    """Return how many different words there are in a sentence: numbers, single letters and names
-    with digits, such as float16, are none.
+    """Return how many different words a sentence has.
+
+    Numbers, single letters and names with digits, such as float16, are none.
     """
     words = {word for word in words_in(str(sentence)) if len(word) > 1}
     return sum(word.isalpha() for word in words)

@@ -1,4 +1,4 @@
-"""A cell that is run again must not find another cell's values under its names."""
+"""A cell that is run again, or in another order, finds no other cell's values under its names."""
 
 import pytest
 import rebound
@@ -23,8 +23,8 @@ def faults(tmp_path, third, cells=FIRST):
         "other, size = 1, 2",
     ],
 )
-def test_a_name_that_a_cell_has_read_is_not_bound_again(tmp_path, third):
-    assert faults(tmp_path, third) == ["00_topic.py: third binds size, which second reads"]
+def test_a_name_that_a_cell_reads_is_bound_by_one_cell(tmp_path, third):
+    assert faults(tmp_path, third) == ["00_topic.py: first and third bind size, which second reads"]
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,16 @@ def test_other_uses_are_no_fault(tmp_path, third):
 def test_a_function_reads_its_names_whenever_it_is_called(tmp_path):
     cells = "# %% first\nsize = 1\ndef f():\n    return size\n\n# %% second\n"
     assert faults(tmp_path, "size = 2", cells) == [
-        "00_topic.py: second binds size, which first reads"
+        "00_topic.py: first and second bind size, which first reads"
     ]
+
+
+def test_a_cell_that_binds_a_name_for_itself_gives_it_to_nobody_else(tmp_path):
+    cells = "# %% first\nsize = 1\nprint(size)\n\n# %% second\nsize = 2\n\n# %% third\n"
+    assert faults(tmp_path, "print(size)", cells) == [
+        "00_topic.py: first and second bind size, which third reads"
+    ]
+    assert faults(tmp_path, "size = 3\nprint(size)", cells) == []
 
 
 def test_no_lesson_binds_a_name_again(capsys):
