@@ -44,7 +44,7 @@ MUTANTS = {  # stage, a file of the course, a line, what stands there instead, a
         "5", THREAD, "torch.cuda.set_device(stream.device)", "pass", "context",
     ),
     "the ranks stay on GPU 0": (
-        "4", "running/devices/placement.py", "        torch.cuda.set_device(device)\n", "\n",
+        "4", "../manyranks/devices/placement.py", "        torch.cuda.set_device(device)\n", "\n",
         "context",
     ),
     "nobody waits for the backend": (
@@ -188,7 +188,8 @@ def test_nccls_rules_bite(rule, tmp_path):
 @pytest.mark.parametrize("mutant", marked(MUTANTS))
 def test_a_wait_that_is_missing_in_the_course_is_found(mutant, tmp_path):
     stage, file, line, instead, shows = MUTANTS[mutant]
-    shutil.copytree(ROOT / "ddp_course", tmp_path / "ddp_course")
+    for package in ("manyranks", "ddp_course"):
+        shutil.copytree(ROOT / package, tmp_path / package)
     path = tmp_path / "ddp_course" / file
     assert path.read_text().count(line) == 1, line
     path.write_text(path.read_text().replace(line, instead))
