@@ -92,7 +92,8 @@ ALWAYS = {"nobody waits for the backend", "missing_wait", "a lonely batch"}
 def run(script, *arguments, log, course=ROOT, gpus=2):
     """Run a script on pretended GPUs with the course in `course`: what it printed, and findings."""
     environment = pretend_gpu.environment(gpus, log, patience=15)
-    environment["PYTHONPATH"] += os.pathsep + str(course)
+    # This course comes first, before any that the environment names.
+    environment["PYTHONPATH"] = str(course) + os.pathsep + environment["PYTHONPATH"]
     done = subprocess.run(
         [sys.executable, str(HOME / script), *arguments],
         env=environment, cwd=course, capture_output=True, text=True, timeout=300,
