@@ -101,6 +101,16 @@ def run(script, *arguments, log, course=ROOT, gpus=2):
     return done, pretend_gpu.read(log)
 
 
+def copy_packages(folder):
+    """Copy the library and the course into a folder.
+
+    The library's server imports what lies beside it before all else, so a mutant of the course
+    needs a library of its own.
+    """
+    for package in ("manyranks", "ddp_course"):
+        shutil.copytree(ROOT / package, folder / package)
+
+
 def kinds_of(findings):
     """Return the kinds of findings. That a run fails is none: it may have failed for any reason."""
     kinds = {
@@ -161,7 +171,7 @@ def test_a_sharded_model_has_few_blocks_and_gradients_whole_at_a_time(line, inst
     """Of 12 blocks a rank keeps half, and half of the gradients; the control keeps all of them."""
     script = tmp_path / "sharded.py"
     script.write_text(SHARDED)
-    shutil.copytree(ROOT / "ddp_course", tmp_path / "ddp_course")
+    copy_packages(tmp_path)
     path = tmp_path / "ddp_course" / "stage7_sharded" / "fsdp.py"
     path.write_text(path.read_text().replace(line, instead) if line else path.read_text())
     done, findings = run(script, log=tmp_path / "log", course=tmp_path)
@@ -189,8 +199,7 @@ def test_nccls_rules_bite(rule, tmp_path):
 @pytest.mark.parametrize("mutant", marked(MUTANTS))
 def test_a_wait_that_is_missing_in_the_course_is_found(mutant, tmp_path):
     stage, file, line, instead, shows = MUTANTS[mutant]
-    for package in ("manyranks", "ddp_course"):
-        shutil.copytree(ROOT / package, tmp_path / package)
+    copy_packages(tmp_path)
     path = tmp_path / "ddp_course" / file
     assert path.read_text().count(line) == 1, line
     path.write_text(path.read_text().replace(line, instead))
