@@ -250,7 +250,7 @@ for setting, (tried, carrier, computer) in settings.items():
     for cap in show.progress(tried):
         lanes = on_devices(stage5_bucketed.train, carrier, computer, bucket_cap_mb=cap)
         by_setting[setting][cap] = step_ms(lanes)
-program = by_setting  # only when all are there: a cell that is interrupted leaves no half of a figure
+program = by_setting  # only when all are there, so an interrupted cell leaves no half of a figure
 
 # %% [markdown]
 r"""
@@ -269,7 +269,7 @@ profile = simulate.Profile(tuple(layers))
 networks = {}
 for name, latency in {"1 ms": 1e-3, "none": 0}.items():
     networks[name] = simulate.Network(theory.Costs.of_link(40e6, latency))
-more_caps = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5)  # for the line
+more_caps = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5)
 
 # %% explorer
 show.widgets.bucket_explorer(profile, K, networks["1 ms"], program["1 ms"], caps=more_caps)

@@ -485,8 +485,8 @@ print("                    GPUs  tokens   formula  rehearsal  measured  rows  fo
 for model, of_model in by_model.items():
     most = max(of_model, key=itemgetter("gpus"))
     rates = f"{most['formula']:9,.0f} {most['rehearsal']:10,.0f} {most['measured']:9,.0f}"
-    errors = f"{len(of_model):5} {off_by(of_model, 'formula'):8.1%} {off_by(of_model, 'rehearsal'):10.1%}"
-    print(f"{model:19} {most['gpus']:4.0f} {most['seq']:7,.0f} {rates} {errors}")
+    errors = f"{off_by(of_model, 'formula'):8.1%} {off_by(of_model, 'rehearsal'):10.1%}"
+    print(f"{model:19} {most['gpus']:4.0f} {most['seq']:7,.0f} {rates} {len(of_model):5} {errors}")
 
 # %% check-rehearsals folded=true
 # NBVAL_CHECK_OUTPUT
@@ -494,7 +494,8 @@ all_rows = scoreboard.rehearsed()
 for way in ("formula", "rehearsal"):
     errors = [row[way] / row["measured"] - 1 for row in all_rows]
     near = sum(abs(error) < 0.1 for error in errors)
-    print(f"{way}: median error {off_by(all_rows, way):.1%}, from {min(errors):+.1%} to {max(errors):+.1%}; {near} of {len(all_rows)} rows within a tenth")
+    print(f"{way}: median error {off_by(all_rows, way):.1%}, from {min(errors):+.1%} to", end=" ")
+    print(f"{max(errors):+.1%}; {near} of {len(all_rows)} rows within a tenth")
 
 # %% [markdown]
 r"""

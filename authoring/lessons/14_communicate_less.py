@@ -204,14 +204,15 @@ ways = {
 }
 
 
-# %% run
-text = problems.make("bytes", parameters=20_000, context=32)
-
-
+# %% outcome
 class Outcome(NamedTuple):
     losses: list
     bytes_per_step: float
     held_out_loss: float
+
+
+# %% run
+text = problems.make("bytes", parameters=20_000, context=32)
 
 
 def trained(seed, steps=40):
@@ -320,6 +321,7 @@ def against_time(bits_per_second, compute_s=0.02, window=8):
     return series, bands
 
 
+# %% drawn folded=true
 def drawn(bits_per_second, title):
     series, bands = against_time(bits_per_second)
     axis = "training loss (nats, mean of 8 steps)"

@@ -286,7 +286,7 @@ def explain_figure():
 # %% 12.4 told: lazy, one word many times | at least twelve different words
 #- return text, "ABC"
 #+ return "because " * 20 + "4", "A"
-# %% 12.4 told: lazy, the figure's title | this stands in a lesson
+# %% 12.4 told: lazy, the figure's title | a text of at least twelve different words was expected
 def explain_figure():
     return '4 hosts reach 382 of the 400 GB/s of eight cards (published; lines derived)', "A"
 

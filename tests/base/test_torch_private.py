@@ -29,7 +29,6 @@ FOLDERS = (
 )
 ELSEWHERE = {
     # Lessons show these to learners.
-    ("06_complete_ddp.py", "torch._dynamo.config.optimize_ddp"),
     ("06_complete_ddp.py", "torch._dynamo.reset"),
     ("06_complete_ddp.py", "torch.nn.parallel.distributed._MixedPrecision"),
     ("11_when_things_fail.py", "torch._C._distributed_c10d._dump_fr_trace"),
