@@ -40,7 +40,6 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from ddp_course import ladder
 from ddp_course.lab.measuring.results import Comparison
-from ddp_course.lab.showing.plots import link_text
 from ddp_exercises.tasks import edit_solution
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -392,10 +391,9 @@ def caption(root):
     speeds = {stage.stage: f"{stage.speed_up:.1f}" for stage in results.stages}
     devices = results.world_size
     return textwrap.fill(
-        f"*`make compare` on two CPU cores: {devices} emulated devices of"
-        f" {results.emulated_device['text']}, joined by {link_text(results.link)}. All end with the"
-        f" same weights. A server makes {devices} devices {speeds['3']} times as fast as one, a"
-        f" ring {speeds['4']} times, buckets {speeds['5']} times.*",
+        "*`make compare` on two CPU cores, in virtual time: all end with the same weights."
+        f" A server makes {devices} devices {speeds['3']} times as fast as one,"
+        f" a ring {speeds['4']} times, buckets {speeds['5']} times.*",
         width=120,
     )
 

@@ -24,9 +24,10 @@ README = PAGES[0].read_text()
 
 
 def test_the_readme_is_one_screen_with_one_figure_and_three_commands():
-    text = re.sub(r"(?ms)^```.*?^```|^\|.*?$|^<!--.*?$|\]\(.*?\)", "", README)
+    spoken = re.sub(r"(?ms)^```.*?^```|^\|.*?$|^<!--.*?$|!\[.*?\]\(.*?\)|\]\(.*?\)", "", README)
     assert len(README.splitlines()) <= 90
-    assert len(text.split()) <= 460, "it takes much more than two minutes to read aloud"
+    # People read 183 words aloud in a minute (Brysbaert, 2019, a mean over 77 studies).
+    assert len(re.findall(r"\S*\w\S*", spoken)) <= 2 * 183, "it takes more than two minutes"
     assert len(re.findall(r"!\[", README)) == 1
     assert len(re.findall(r"^make \w+ ", README, re.M)) == 3
     assert len(re.findall(r"\]\(docs/", README)) <= 6
@@ -91,7 +92,8 @@ def test_the_readmes_figure_and_its_caption_are_of_one_run():
     drawn = Image.open(ROOT / "docs" / "figures" / "compare.png").text["Description"]
     assert drawn == comparison_message(results)
     [server] = [stage.speed_up for stage in results.stages if stage.stage == "3"]
-    assert f"A server makes 4 devices {server:.1f} times as fast as one" in README
+    said = f"A server makes 4 devices {server:.1f} times as fast as one"
+    assert said in " ".join(README.split())
     assert f"{server:.1f} (server)" in drawn
 
 
