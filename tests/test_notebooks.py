@@ -101,14 +101,16 @@ def altered(notebook, world_size):
 
 
 def lessons_by_cost():
-    """Yield lessons as parameters.
+    """Return lessons as parameters.
 
     The two that take longest run with the rest of the slow tests.
     """
+    lessons = []
     for path in LESSONS:
         longest = path.name.startswith(("10_", "15_"))
         marks = () if longest else pytest.mark.lessons
-        yield pytest.param(path, marks=marks, id=path.stem)
+        lessons.append(pytest.param(path, marks=marks, id=path.stem))
+    return lessons
 
 
 @pytest.mark.slow
