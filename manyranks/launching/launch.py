@@ -4,6 +4,7 @@ This module checks the request and packs the call; `local` starts the ranks, and
 their end.
 """
 
+import difflib
 import inspect
 import linecache
 import operator
@@ -58,9 +59,9 @@ def launch(
     input.
     """
     try:
+        check_arguments(fn, args, kwargs, world_size)
         if world_size is None:
             world_size = DEFAULT_RANKS
-            check_arguments(fn, args, kwargs)
         world_size = check_request(world_size, device, timeout, link)
         if answer is not None and not sizes_only:
             raise ValueError(
@@ -76,28 +77,33 @@ def launch(
         raise plain(error) from None
 
 
-def check_arguments(fn: Any, args: tuple, kwargs: dict) -> None:
-    """Tell the caller if the only argument looks like a world size.
+def check_arguments(fn: Any, args: tuple, kwargs: dict, world_size: int | None) -> None:
+    """Tell the caller, before a rank starts, which argument is meant for the launch.
 
-    Raises TypeError if the function does not take that argument.
+    Raises TypeError if the function does not take these arguments.
     """
-    if len(args) != 1 or not callable(fn):
-        return
-    [number] = args
-    if type(number) is not int:
+    try:
+        # A decorator may add arguments to those that the caller gives.
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError):
+        # It is no function, or one written in C, which may not name its parameters.
         return
     name = getattr(fn, "__name__", "fn")
-    advice = f"for {number} ranks write world_size={number}"
+    advice = ""
+    if world_size is None and len(args) == 1 and type(args[0]) is int:
+        advice = f"; for {args[0]} ranks write world_size={args[0]}"
     try:
-        signature = inspect.signature(fn)
-        parameter, *_ = signature.bind(*args, **kwargs).arguments
-    except ValueError:
-        # A function written in C may not name its parameters.
-        return
-    except TypeError:
-        raise TypeError(f"{name} does not take the argument {number}; {advice}") from None
-    if signature.parameters[parameter].default is not inspect.Parameter.empty:
-        print(f"launch: {number} is the {parameter} of {name}; {advice}", file=sys.stderr)
+        arguments = signature.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        options = inspect.signature(launch).parameters
+        for word in kwargs.keys() - signature.parameters.keys():
+            for option in difflib.get_close_matches(word, options, 1):
+                advice = f"; did you mean {option}, an option of launch?"
+        raise TypeError(f"{name} does not take these arguments: {error}{advice}") from None
+    if advice:
+        [first, *_] = arguments
+        if signature.parameters[first].default is not inspect.Parameter.empty:
+            print(f"launch: {args[0]} is the {first} of {name}{advice}", file=sys.stderr)
 
 
 def plain(error: Any) -> BaseException:

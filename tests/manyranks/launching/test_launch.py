@@ -3,6 +3,7 @@
 Also what happens when its processes are killed, and what is left of them.
 """
 
+import functools
 import importlib
 import io
 import math
@@ -222,14 +223,33 @@ def uses_a_lock():
         ),
         (
             lambda: launch(pid_and_rank, 4),
-            "pid_and_rank does not take the argument 4; for 4 ranks write world_size=4",
+            "pid_and_rank does not take .*; for 4 ranks write world_size=4",
         ),
+        (
+            lambda: launch(pid_and_rank, world_size=2, lnik=None),
+            "pid_and_rank does not take .*'lnik'; did you mean link, an option of launch\\?",
+        ),
+        (lambda: launch(train_alone, 0.1, False, 3), "train_alone does not take .*too many"),
     ],
 )
 def test_a_call_that_cannot_work_is_refused_before_anything_starts(call, words, monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     with pytest.raises(TypeError, match=words):
         call()
+
+
+def with_its_rank(function):
+    """Return the function without its argument, which is the rank."""
+
+    @functools.wraps(function)
+    def call():
+        return function(dist.get_rank())
+
+    return call
+
+
+def test_a_decorator_may_add_an_argument():
+    assert launch(with_its_rank(lambda rank: rank**2), world_size=3) == [0, 1, 4]
 
 
 def train_alone(lr=0.1, together=False):
