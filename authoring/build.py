@@ -56,6 +56,7 @@ TASK_CELL = re.compile(r"(answer|check)-(\d+)-(\d+)$")
 TASK_TITLE = re.compile(r"^#+\s+(?:Exercise\s+)?(\d+\.\d+)[:.]?\s+(.+?)\s*$", re.MULTILINE)
 PATIENT = re.compile(r"^# %% (\d+) (.+)$", re.MULTILINE)
 HEALTHY = "Healthy: it trains for three epochs."
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 WIDGET_ID = re.compile(r"[0-9a-f]{32}")
 LOCAL_NAMES = re.compile(r"/tmp/ipykernel_\d+/\d+\.py")
 
@@ -253,9 +254,15 @@ def check_tasks(cells, source):
 def read_cells(source):
     """Return the cells of a py:percent file, with ids and without jupytext's own metadata."""
     try:
-        parsed = jupytext.read(source, fmt="py:percent")
+        text = source.read_text(encoding="utf-8")
+        parsed = jupytext.reads(text, fmt="py:percent")
     except Exception as error:
         raise SourceError(f"{source.name}: {error}") from error
+    control = CONTROL.search(text)
+    if control:
+        # A formula lost its fraction: a tool had read the first two characters of \frac as one.
+        line = text.count("\n", 0, control.start()) + 1
+        raise SourceError(f"{source.name}, line {line}: a control character, {control[0]!r}")
     cells = []
     taken = set()
     for cell in parsed.cells:

@@ -33,11 +33,11 @@ ABOUT = """# Versions that were tried
 `make versions` writes this page, from `manyranks/tried.csv`. *Tests*: the quick ones, or
 all of `make test`. *Lessons*: how many of those that were run came to their end, with the outputs
 that are stored. *Virtual times*: the beginning of a SHA-256 of one comparison of seven stages, with
-all its times, bytes and timelines. Where it is the same, each of these times is.
+all its times, bytes and timelines. Where it is the same, so is each of these times.
 
-With a torch that is not here, the first launch says so, and goes on; `ddp-course doctor` says
-whether yours is here. Nothing asks for torch by its number: what differs between versions is in
-`manyranks/torch_inside.py`, asked for by what torch has. A private part of torch that is
+With a torch that is not in this table, the first launch says so, and goes on; `ddp-course doctor`
+says whether yours is in it. No code asks for torch by its number: what differs between versions is
+in `manyranks/torch_inside.py`, which looks for what torch has. A private part of torch that is
 gone is named in the error of what needs it, and all else works.
 
 The lock names 2.13.0, though newer ones work: docs/CONTRIBUTING.md says why, under

@@ -1,5 +1,6 @@
 """The clinic's patients fail as they say, in time, and leave nothing behind; mended, they train."""
 
+import importlib.util
 import json
 import os
 import re
@@ -101,6 +102,41 @@ def solution():
     answer = next(cell for cell in cells if cell["id"] == "answer-11-5")
     exec("".join(answer["source"]), names)
     return names["mended"]()
+
+
+WAITS = "import time\nprint('here', flush=True)\ntime.sleep(60)\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "place"),
+    [("import slow", ""), (WAITS, "<module> (main.py:3)")],
+    ids=["imports", "waits"],
+)
+def test_a_rank_that_still_imports_does_not_stand_still(tmp_path, script, place):
+    (tmp_path / "slow.py").write_text(WAITS)
+    (tmp_path / "main.py").write_text(script)
+    spec = importlib.util.spec_from_file_location("stacks", CLINIC / "stacks.py")
+    stacks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stacks)
+    command = [sys.executable, "main.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        try:
+            found = stacks.innermost(process.pid)
+        finally:
+            process.kill()
+    if "ermission" in found:
+        pytest.skip(found)
+    assert found == place
+
+
+def test_lesson_11_shows_the_line_at_which_the_patient_hangs():
+    text = next(CLINIC.parents[1].glob("notebooks/11_*.ipynb")).read_text()
+    shown = re.findall(r"rank (\d): <module> \(patient_02.py:(\d+)\)", text)
+    assert [rank for rank, _ in shown] == ["0", "1", "2"]
+    lines = (CLINIC / "patient_02.py").read_text().splitlines()
+    for _, line in shown:
+        assert "all_reduce" in lines[int(line) - 1], line
 
 
 def test_every_cause_is_a_line_of_its_patient():

@@ -44,9 +44,9 @@ r"""
 ## Count the memory
 
 Training P parameters in float32 with the Adam optimizer takes 4 P bytes for the parameters, 4 P for the gradients and 8 P for
-Adam's two running means of each gradient: **16 P** bytes on every rank. A model of 7 billion parameters needs 112 GB, before a single
-activation. (ZeRO's paper counts 16 P too, for mixed precision: 2 for a parameter in bfloat16, 2 for its gradient, and 12 for
-the parameter in float32 and its means.)
+Adam's two running means of each gradient: **16 P** bytes on every rank. A model of 7 billion parameters needs 112 GB, before
+a single activation. (ZeRO's paper counts 16 P too, for mixed precision: 2 for a parameter in half precision, 2 for its
+gradient, and 12 for the parameter in float32 and its means.)
 
 But not every rank has to hold all of these bytes at every moment.
 
@@ -283,7 +283,7 @@ trained = {name: torch.stack(launch(losses, way, world_size=K, progress=(name, 5
 plain = trained["plain DDP"]
 distance = {name: (seen - plain).abs().max().item() for name, seen in trained.items()}
 assert max(distance.values()) < 1e-6 and plain.std(1).min() > 1e-3, distance
-print("our three levels, the stage and torch's own: the losses of plain DDP on every rank, in every step")
+print("our three levels, the stage and torch's own have the losses of plain DDP, on every rank and in every step")
 
 # %% [markdown]
 r"""
@@ -353,9 +353,9 @@ show.bars(measured, "kept on a rank (bytes per parameter)", title, kind="counted
 
 # %% [markdown]
 r"""
-Two sentences that one reads can be put on trial here: that DDP helps when a model is too big, and that in data parallel training
-each GPU processes only its own chunk of the parameters. For the second one, a hook looks right before each layer computes at how many
-bytes of its weights are there.
+Two sentences that are often written can be put on trial here: that DDP helps when a model is too big, and that in data
+parallel training each GPU processes only its own chunk of the parameters. For the second one, a hook notes, right before each
+layer computes, how many bytes of its weights are in memory.
 """
 
 
@@ -651,27 +651,27 @@ assert K == 2 or (few > 1.1 and many < few - 0.1), (few, many)
 few_samples, many_samples, checkpointed, big, small = held.values()
 assert many_samples > 2 * few_samples and big > 1.2 * small, held
 assert checkpointed < 0.7 * many_samples, held
-print("a slow link: FSDP loses, a larger batch helps; memory: checkpoint activations, and shard in small blocks")
+print("on a slow link FSDP loses, and a larger batch helps; for memory, checkpoint activations and shard in small blocks")
 
 # %% [markdown]
 r"""
-(The small batch has 16 samples, the large one 1,000.) Without checkpointing every way holds the most where forward ends and
-backward begins, because all activations exist at that moment. Sharding lowers the whole curve by what it divides, and no more. (At
-the peak ZeRO-1 lies 10 bytes lower, not 6: it has no gradients yet, while DDP's buckets always exist.) **Activation checkpointing**
-keeps the activations of one quarter of the model at a time. Its curve peaks again with each quarter that is computed once more.
+Without checkpointing every way holds the most where forward ends and backward begins, because all activations exist at that
+moment. Sharding lowers the whole curve by what it divides, and no more. (At the peak ZeRO-1 lies 10 bytes lower, not 6: it
+has no gradients yet, while DDP's buckets always exist.) **Activation checkpointing** keeps the activations of one quarter of
+the model at a time. Its curve peaks again with each quarter that is computed once more.
 
-The dashed lines are torch's own ways. Its `fully_shard` peaks where ours does. Its ZeRO-1 peaks 4 bytes per parameter above ours,
-which are DDP's buckets, and frees its gradients only at the end of the update.
+The dashed lines are torch's own ways. Its `fully_shard` peaks where ours does; checkpointed, it peaks a little higher. Its
+ZeRO-1 peaks 4 bytes per parameter above ours: these are DDP's buckets. It frees its gradients only at the end of the update.
 
-In the bars, each remedy stands beside its fault. Checkpointing keeps only some activations and computes the others again. With
-smaller blocks, less is whole at any moment.
+In the bars, each remedy stands beside its fault. (The small batch has 16 samples, the large one 1,000.) Checkpointing keeps
+only some activations and computes the others again. With smaller blocks, less is whole at any moment.
 
 ## Mixed precision, accumulation and clipping, in one loop
 
 Real training adds three things to the loop of lesson 06. They fit DDP and sharding alike, with two differences that the cell shows.
 
-- **Autocast** computes forward and backward in bfloat16, while parameters and updates stay float32. Gradients stay float32 too:
-  under autocast DDP's messages still have four bytes per parameter.
+- **Autocast** computes the products of forward and backward in bfloat16, while parameters and updates stay float32. Gradients
+  stay float32 too: under autocast DDP's messages still have four bytes per parameter.
 - The gradients of two micro-batches **accumulate**. Under DDP the first micro-batch needs no communication. A sharded rank has no
   room for whole gradients, so it reduces the gradients of each micro-batch.
 - Gradients are **clipped** by the norm of *all* gradients. In sharded training each rank has only a part of them, so the norm
@@ -711,7 +711,7 @@ exact, rounded, sharded, both = (launch(mixed, *setting, world_size=2)[0] for se
 assert max(abs(a - b) for a, b in zip(exact, sharded)) < 1e-3, (exact, sharded)
 assert 0 < max(abs(a - b) for a, b in zip(exact, rounded)) < 0.3, (exact, rounded)
 assert abs(rounded[-1] - both[-1]) < 0.1, (rounded, both)
-print("sharded as DDP; bfloat16 within a few tenths of a nat of float32, under both")
+print("sharded losses are DDP's; in bfloat16 both are within a few tenths of a nat of float32")
 
 # %% [markdown]
 r"""
@@ -727,11 +727,11 @@ show.diff(stage5_bucketed.train, stage7_sharded.train)
 r"""
 ## Hybrid sharding in ten lines
 
-Between hosts links are slower than inside a host. **Hybrid sharding** shards only inside a host, and uses plain data parallelism
-between hosts. It consists of what you have already, on a mesh of two axes: inside a host, stage 7 with a group of its own, and
-between hosts, the ring of lesson 04 over the ranks that hold the *same* shard. There are two hosts with two ranks each. Before you
-run it: of 16 bytes per parameter, how many does a rank keep? And how many p cross the cable in each direction, fully sharded and
-hybrid?
+Between hosts links are slower than inside a host. **Hybrid sharding** shards only inside a host, and uses plain data
+parallelism between hosts. It consists of what you have already, on a mesh of two axes: inside a host, stage 7 with a group of
+its own, and between hosts, the ring of lesson 04 over the ranks that hold the *same* shard. The next cell has two hosts with
+two ranks each. Before you run it: of 16 bytes per parameter, how many does a rank keep? And how many p cross the cable in
+each direction, fully sharded and hybrid?
 """
 
 
@@ -782,9 +782,9 @@ also do not broadcast between the hosts, because all ranks build the same model 
 r"""
 ## On your GPUs
 
-Sharded training runs on the devices of this machine, in real time, beside the complete wrapper of lesson 06. It sends 3(K-1)/K p,
-counted below, where DDP sends 2(K-1)/K p: half as many bytes again, for a K-th of the memory. Without a GPU the figure shows what
-one NVIDIA H200 needed.
+Sharded training runs on the devices of this machine, in real time, beside the complete wrapper of lesson 06. It sends
+3(K-1)/K p, as counted above, where DDP sends 2(K-1)/K p: half as many bytes again, for a K-th of the memory. Without a GPU
+the figure shows what one NVIDIA H200 needed.
 """
 
 # %% on-your-gpus
@@ -890,9 +890,10 @@ With two bytes each, DDP computes for 4 n b / R seconds and sends for 4 n / W. I
 
 </details>
 
-Fully sharded training needs as many tokens per device as DDP does, in both passes, and n does not matter: a larger model does not
-hide its messages any better. But a larger model needs more GPUs to fit. The next cell takes 0.4 of the speed that datasheets
-promise. Before you run it: how many tokens must a batch have on the fewest H100s that can keep 405 billion parameters?
+Fully sharded training needs as many tokens per device as DDP does, in both passes, and n does not matter: a larger model does
+not hide its messages any better. But a larger model needs more GPUs to fit. The next cell assumes that a GPU reaches 0.4 of
+the speed that datasheets promise. Before you run it: how many tokens must a batch have on the fewest H100s that can keep 405
+billion parameters?
 """
 
 # %% reach folded=true
@@ -970,15 +971,16 @@ def updates(size):
 
 (alone, mine), sent = launch(updates, K, world_size=K)[0]
 assert alone > 0.3 and mine < 1e-5 and sent == 2 * (K - 1) / K**2, (alone, mine, sent)
-print("rows on their own: another update; whole matrices in turn: the same one, for 2(K-1)/K² p more")
+print("rows on their own make another update; whole matrices in turn make the same one, for 2(K-1)/K² p more")
 
 # %% [markdown]
 r"""
-The update of rows alone is off by more than a third of its length, and nothing warns. So each matrix must be whole somewhere for a moment.
-The cell deals the matrices out: each rank gets all rows of every K-th matrix, makes its update, and sends the rows back. That is an
-all-to-all in each direction, of a K-th of the momentum each time, which is little beside the 3(K-1)/K p of a sharded step. (The first
-large run with Muon gathered each matrix instead: Liu et al., *Muon is Scalable for LLM Training*, 2025.) Or an optimizer is sharded by whole
-parameters, as in task 7.1 and in torch's ZeRO-1. Shampoo and other methods that look at whole matrices need the same.
+On 4 ranks the update of rows alone is off by 0.6 of its length, and nothing warns. So each matrix must be whole somewhere for
+a moment. The cell deals the matrices out: each rank gets all rows of every K-th matrix, makes its update, and sends the rows
+back. That is an all-to-all in each direction, of a K-th of the momentum each time, which is little beside the 3(K-1)/K p of a
+sharded step. (The first large run with Muon gathered each matrix instead: Liu et al., *Muon is Scalable for LLM
+Training*, 2025.) Or an optimizer is sharded by whole parameters, as in task 7.1 and in torch's ZeRO-1. Shampoo and other
+methods that look at whole matrices need the same.
 """
 
 # %% [markdown]

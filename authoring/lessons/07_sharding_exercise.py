@@ -2,9 +2,9 @@
 # # Exercise 7: shard it
 #
 # Every rank of a DDP keeps the same optimizer state. It need not: each rank can keep the state of a part of the
-# parameters, step those, and send the new values to the others (ZeRO stage 1). Then go on to where a rank does not even
-# keep the parameters: you write what FSDP does before a layer computes, after its forward pass, and after its backward
-# pass. At the end torch's own FSDP trains over your ring.
+# parameters, step those, and send the new values to the others (ZeRO stage 1). Then go on to training in which a rank
+# does not even keep the parameters: you write what FSDP does before a layer computes, after its forward pass, and after
+# its backward pass. At the end torch's own FSDP trains over your ring.
 #
 # Stuck? `hint("7.1")` gives the first of three hints for a task, and
 # `hint("7.1", 2)` the next.

@@ -82,12 +82,13 @@ show.bars(
 
 # %% [markdown]
 r"""
-Real programs cut by measured times. Below we keep to models whose layers are all alike. Where they are not, we use `split`: the cut
-makes no difference for the result.
+Real programs cut by measured times. Below, either all layers are alike, or we use `split`: where a model is cut makes no
+difference to the result.
 
 ## Build: one step on messages
 
-In the iteration no rank averages gradients any more. Activations travel forward, and their gradients travel back:
+In an iteration of a pipeline no rank averages gradients any more. Activations travel forward, and their gradients
+travel back:
 
 ![Rank 0 has layer 1, rank 1 layer 2, rank 2 layer 3. The whole batch is cut into three micro-batches. Their activations go down from rank to rank, then the gradients of the activations go up. At the beginning, in the middle and at the end ranks idle. Each rank updates its own layer; no gradient of a weight is sent](../docs/figures/iteration_08.svg)
 
@@ -564,13 +565,14 @@ therefore help only up to a point, and a measurement decides where this point is
 
 ## Measure what is kept
 
-Of twelve micro-batches, how many does each rank keep the activations of at once, at most? Complete the count for 1F1B first:
+A batch has twelve micro-batches. The activations of how many does each rank keep at once, at most? Complete the count for
+1F1B first:
 """
 
 
 # %% faded-kept-in-1f1b
 def kept_in_1f1b(stage, stages, micro_batches):
-    """Return of how many micro-batches a stage, counted from 0, keeps the activations at once, at most."""
+    """Return how many micro-batches' activations a stage, counted from 0, keeps at once, at most."""
     behind_it = stages - 1 - stage
     return ...
 
@@ -677,9 +679,11 @@ r"""
 ## On your GPUs
 
 The pipeline runs on the devices of this machine, in real time, as 1F1B with four micro-batches. Each device waits while the
-pipeline fills and empties, and for the slowest part. *Compute* is all time but the waiting for others. It includes Python's time
-between two operations, which the lanes leave white. (The thin *communication* before the update is the average over all ranks with
-the same stage. Here each stage has one rank, so nothing is sent.) Without a GPU the figure shows what one NVIDIA H200 needed.
+pipeline fills and empties, and for the slowest part. With a GPU the figure has each rank's timeline, too: *compute* is all
+time but the waiting for others. It includes Python's time between two operations, which the lanes leave white. (The thin
+*communication* before the update is the average over all ranks with the same stage. Here each stage has one rank, so nothing
+is sent.) Without a GPU the figure shows what one NVIDIA H200 needed. Two ranks shared it, and what the title calls sending is
+all that a pipeline adds: messages, idle time, and the fixed cost of each small micro-batch.
 """
 
 # %% on-your-gpus
@@ -693,7 +697,7 @@ r"""
 
 | here | in PyTorch | paper |
 |---|---|---|
-| lists of instructions | `torch/distributed/pipelining/schedules.py`: `_Action`, a kind, a stage, a micro-batch | |
+| lists of instructions | `torch/distributed/pipelining/schedules.py`: an `_Action` has a kind, a stage and a micro-batch | |
 | `gpipe` | `ScheduleGPipe` | Huang et al., *GPipe*, 2019 |
 | `one_forward_one_backward` | `Schedule1F1B` | Narayanan et al., *PipeDream*, 2019 |
 | `interleaved` | `ScheduleInterleaved1F1B` | Narayanan et al., *Megatron-LM*, 2021 |
@@ -708,8 +712,8 @@ pipelines between machines, and data parallel around both.
 
 **1.** Why not use very many micro-batches, and forget about the bubble?
 <details><summary>Answer</summary>
-Each must be large enough to keep the device busy, each message pays its latency, and the batch has an end: M cannot
-be more than its samples.
+Each must be large enough to keep the device busy, each message pays its latency, and the batch is finite: M cannot
+be larger than the number of its samples.
 </details>
 
 **2.** One stage takes twice as long as the others. What is the speed of the pipeline?

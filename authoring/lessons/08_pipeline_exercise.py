@@ -18,7 +18,7 @@ from ddp_exercises import check, hint
 #
 # *5 minutes · easy*
 #
-# All forward passes, then all backward passes, each in the order of the micro-batches.
+# GPipe makes all forward passes, then all backward passes, each in the order of the micro-batches.
 # %% answer-8-1
 def gpipe(stage, stages, micro_batches):
     """Return the list of steps of one stage: pairs of "F" or "B" and a micro-batch's number."""
@@ -61,7 +61,7 @@ check("8.2", one_forward_one_backward)
 # *10 minutes · medium*
 #
 # The lesson's bubble is that of equal stages. Here stage s takes `times[s]` for a micro-batch, and they only go forward,
-# as in a model that answers questions. From the first moment to the last, what share of the time is a stage idle, on the
+# as in a model that answers questions. From the first moment to the last, what share of the time is a stage idle, on
 # average over the stages? Guess first: do more micro-batches make it as small as you like?
 # %% answer-8-3
 def bubble(times, micro_batches):

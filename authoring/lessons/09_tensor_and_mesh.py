@@ -63,9 +63,9 @@ guess
 r"""
 ## Run
 
-Autograd tells which tensors it keeps. We add up their bytes three times: in float32, in bfloat16 by autocast, and with
-**activation checkpointing** (Chen et al., 2016). With checkpointing only the inputs of each block are kept, and the backward pass
-computes the rest once more, as far as it needs it. (A whole second forward pass would be a third more computing.)
+Autograd tells us which tensors it keeps. We add up their bytes three times: in float32, in bfloat16 by autocast, and with
+**activation checkpointing** (Chen et al., 2016). With checkpointing only the inputs of each block are kept, and the backward
+pass computes the rest once more, as far as it needs it. (A whole second forward pass would be a third more computing.)
 """
 
 
@@ -182,8 +182,8 @@ show.source(task("9.1", my_slices), click="Write it first, then open: one soluti
 
 # %% [markdown]
 r"""
-An MLP of two layers, without a gate, takes two lines on T ranks, `hidden` and `ours`. Each rank takes its slices of the same weights;
-the result and the gradient of x are held against those of the whole MLP.
+An MLP of two layers, without a gate, takes two lines on T ranks, `hidden` and `ours`. Each rank takes its slices of the same
+weights; the result and the gradient of x are compared with those of the whole MLP.
 """
 
 
@@ -291,7 +291,7 @@ alone = launch(weights, 1, world_size=1)[0]
 for tensor in (K, K // 2, 1):
     trained = launch(weights, tensor, world_size=K)
     assert all((ours - alone).abs().max() < 1e-12 for ours in trained), tensor
-print("on every mesh the same weights as on one device")
+print("every mesh trains the same weights as one device")
 
 # %% [markdown]
 r"""
@@ -379,12 +379,12 @@ print("the sums of activations belong inside a host")
 
 # %% [markdown]
 r"""
-Under each bar you read what a rank sends to the other host in a step. The dash is the time that the cable needs for it, for all ranks
-of a host. Tensor parallelism between the hosts waits for the cable in every layer, twice per pass. (Its bar ends at the dash all the
-same: while one pair of ranks computes, the other pair has the cable.) Gradients cross once per step, and only those of this rank's
-slices and of the layers that are not split. A pipeline sends least, so it wins on a cable as slow as this one, and pays with the bubble.
-That is why the largest models combine all three: **tensor parallelism** inside a host, pipelines between hosts, and data parallelism
-around it all. This is how 8 ranks look:
+Under each bar you read what a rank sends to the other host in a step. The dash is the time that the cable needs for it, for
+all ranks of a host. Tensor parallelism between the hosts waits for the cable in every block, twice per pass. (Its bar ends at
+the dash all the same: while one pair of ranks computes, the other pair has the cable.) Gradients cross once per step, and
+only those of this rank's slices and of the layers that are not split. A pipeline sends least, so it wins on a cable as slow
+as this one, and pays with the bubble. That is why the largest models combine all three: **tensor parallelism** inside a host,
+pipelines between hosts, and data parallelism around it all. This is how 8 ranks look:
 
 ![Eight ranks on four hosts in two rows: the two ranks of a host add up activations; a host passes activations on to the next one of its row; ranks one below the other average gradients](../docs/figures/mesh_2x2x2.svg)
 
@@ -397,13 +397,13 @@ computing while
 
 $$T \le 1 + \frac{4\,h\,W}{R}$$
 
-The batch is not in this formula: a larger batch does not help, but a wider model does. Between hosts with R/W = 8,000 flops per byte,
-and for h = 8,192, this T is 5, and then a rank waits for half of its time. Inside a host of H100s, with NVLink, W is nine times as large.
-This is why tensor parallelism stays inside a host. Data parallelism, which needs R/W tokens per replica (lessons 05 and 07), goes across.
-Together they reach further. The T ranks of a replica compute T times as fast, and each of them sends only its T-th of the gradients. So
-a replica of T ranks needs no more tokens than a single device did, and a batch feeds T times as many devices. Task 13.6 asks for both
-limits. The next cell takes 0.4 of the speed that datasheets promise. Before you run it: does a faster GPU allow more ranks to share a
-layer, or fewer?
+The batch is not in this formula: a larger batch does not help, but a wider model does. Between hosts with R/W = 8,000 flops
+per byte, and for h = 8,192, this T is 5, and then a rank waits for half of its time. Inside a host of H100s, with NVLink, W
+is nine times as large. This is why tensor parallelism stays inside a host. Data parallelism, which needs R/W tokens per
+replica (lessons 05 and 07), goes across. Together they reach further. The T ranks of a replica compute T times as fast, and
+each of them sends only its T-th of the gradients. So a replica of T ranks needs no more tokens than a single device did, and
+a batch feeds T times as many devices. Task 13.6 asks for both limits. The next cell assumes that a GPU reaches 0.4 of the
+speed that datasheets promise. Before you run it: does a faster GPU allow more ranks to share a layer, or fewer?
 """
 
 # %% reach folded=true
@@ -430,9 +430,9 @@ picture
 
 # %% [markdown]
 r"""
-It allows fewer, because GPUs have become faster than the links inside their hosts. All eight GPUs of a host may still share a layer,
-except in narrow models. Between hosts 5 to 7 may, at a width of 8,192. (The lines of V100s and H100s lie on one another, because the
-network of their hosts has grown as their speed has.)
+It allows fewer, because the speed of GPUs has grown more than that of the links inside their hosts. All eight GPUs of a host
+may still share a layer, except in narrow models. Between hosts 5 to 7 may, at a width of 8,192. (Between hosts the lines of
+V100s and H100s lie on one another, because the network of a host has grown as much as the speed of its GPUs.)
 
 What divides memory, and by how much? Parameters, gradients and state are divided by T and by the number of pipeline stages, and also
 by D if they are sharded. Activations are divided by D, since each row has a part of the samples, and inside a pair of layers also by T.
@@ -521,7 +521,7 @@ def attend(size):
 apart, shares = zip(*launch(attend, K, world_size=K))
 assert max(apart) < 1e-13, apart
 assert set(shares) == {2 * (K - 1) / K}, shares
-print("ring attention: torch's outputs and gradients; each rank sends 2 (K-1)/K of the keys and values in both passes")
+print("ring attention has torch's outputs and gradients; each rank sends 2 (K-1)/K of the keys and values in both passes")
 
 # %% [markdown]
 r"""
@@ -610,18 +610,20 @@ print(f"{sum(travelled)} of {64 * K} tokens have their expert elsewhere, and eac
 
 # %% [markdown]
 r"""
-Outputs and gradients are those of one device with all experts. A token crosses four times: it goes there and back, and so does its
-gradient. If the router spreads b tokens of width h evenly, each rank sends $4\,rac{K-1}{K}\,b\,h$ numbers in a step, however many
-parameters the experts have. Three things are different from all lessons before. The ranks' shares depend on the data, so a rank whose
-expert is popular keeps all others waiting; real routers are trained to spread tokens, or drop some. The router's gradients are averaged
-over all ranks, but an expert's are not: it has seen its tokens from all ranks already, and DDP must leave it out. And K more ranks can
-hold K more experts, which is why the largest models of today are mixtures.
+Outputs and gradients are those of one device with all experts. A token crosses four times: it goes there and back, and so
+does its gradient. If the router spreads b tokens of width h evenly, each rank sends $4\,\frac{K-1}{K}\,b\,h$ numbers in a
+step, however many parameters the experts have. Three things are different from all earlier lessons. The ranks' shares depend
+on the data, so a rank whose expert is popular keeps all others waiting; real routers are trained to spread tokens, or drop
+some. The router's gradients are averaged over all ranks, but an expert's are not: it has seen its tokens from all ranks
+already, and DDP must leave it out. And K more ranks can hold K more experts, which is why the largest models of today are
+mixtures.
 
 ## A loss over everybody's samples (optional)
 
-A contrastive loss compares each sample with all others of the batch (CLIP: Radford et al., 2021). So under data parallel training the
-ranks gather each other's features. `dist.all_gather` knows nothing of autograd, and people put their own features, which have a graph,
-back into their place. It trains, and the loss is that of one device. Before you run it: and the gradient, on two ranks?
+A contrastive loss compares each sample with all others of the batch (CLIP: Radford et al., 2021). So under data parallel
+training the ranks gather each other's features. `dist.all_gather` knows nothing of autograd, and people put each rank's own
+features, which have a graph, back in their place. It trains, and the loss is that of one device. Before you run it: is the
+gradient that of one device, too, on two ranks?
 """
 
 
@@ -653,16 +655,18 @@ for size in (2, 4):
 
 # %% [markdown]
 r"""
-Each rank's gradient goes through its own features only. Their *sum* is the gradient of the whole batch, and DDP takes the mean. Nothing
-warns: SGD trains at a K-th of its learning rate, and with Adam only the weight decay is off. Multiply the loss by K, or gather with a
-collective that has a backward pass, as `PassOn` and `AllToAll` above have.
+Each rank's gradient goes through its own features only. Their *sum* is the gradient of the whole batch, and DDP takes the
+mean. Nothing warns: SGD trains at a K-th of its learning rate. Adam divides by the size of the gradients and hardly notices;
+only its `weight_decay`, which is added to the gradient, is K times too strong (AdamW's is not). Multiply the loss by K, or
+gather with a collective that has a backward pass, as `PassOn` and `AllToAll` above have.
 
 ## On your GPUs
 
-Split layers run on the devices of this machine, in real time. Every block waits for four all-reduces, which nothing hides, so what they
-cost depends on what joins the GPUs. Without a GPU the figure shows what one NVIDIA H200 needed, which two ranks shared. *Compute* is all
-time but waiting for others. It includes Python's time between two operations, which the lanes leave white. (The last thin
-*communication* is the average over all ranks with the same slices. Here there is one such rank, so nothing is sent.)
+Split layers run on the devices of this machine, in real time. Every block waits for four all-reduces, which nothing hides, so
+what they cost depends on what joins the GPUs. Without a GPU the figure shows what one NVIDIA H200 needed, which two ranks
+shared. With a GPU the figure has each rank's timeline, too: *compute* is all time but the waiting for others. It includes
+Python's time between two operations, which the lanes leave white. (The last thin *communication* is the average over all
+ranks with the same slices. Here only one rank has them, so nothing is sent.)
 """
 
 # %% on-your-gpus
@@ -704,7 +708,7 @@ def torchs_own():
 # %% check-torch
 # NBVAL_CHECK_OUTPUT
 assert max(launch(torchs_own, world_size=K)) < 1e-9
-print("parallelize_module on a DeviceMesh: the same gradients, slice by slice")
+print("parallelize_module on a DeviceMesh makes the same gradients, slice by slice")
 
 # %% [markdown]
 r"""

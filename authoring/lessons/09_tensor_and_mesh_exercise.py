@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Exercise 9: tensor parallelism and the mesh
 #
-# Six tasks: how to cut a pair of layers, the two functions around them, the mesh, a plan for a machine with two kinds of
-# links, layers between which the sequence is split, and a loss of which no rank ever has all logits.
+# You cut a pair of layers, write the two functions around them and the mesh, plan a machine with two kinds of links,
+# split the sequence between layers, write a loss whose logits no rank ever has all of, and explain a figure.
 #
 # Stuck? `hint("9.1")` gives the first of three hints for a task, and
 # `hint("9.1", 2)` the next.

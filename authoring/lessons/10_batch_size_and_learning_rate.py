@@ -4,7 +4,8 @@ r"""
 
 With K devices you can do two different things. You can cut the same batch into K shares, and then nothing changes but the
 speed. Or you can make the batch K times as large. Then an epoch has K times fewer updates, and you must decide what to do
-with the learning rate. Much of what is written about it mixes the two up. This lesson takes them apart by experiment.
+with the learning rate. Much of what is written about learning rates mixes the two up. This lesson takes them apart by
+experiment.
 
 **After this lesson you can**
 
@@ -216,9 +217,9 @@ show.bars(critical, "critical batch size (samples)", title, form="{:.0f}", kind=
 
 # %% [markdown]
 r"""
-Well below the critical size, doubling the batch nearly halves the number of steps. Well above it, a larger batch saves hardly any
-steps, and samples are wasted. Between the two, the one case passes slowly into the other. The paper's theory puts this into a formula: a
-batch of B needs $1 + B_{\text{critical}}/B$ times the steps of the largest batch. Write it as code:
+Well below the critical size, doubling the batch nearly halves the number of steps. Well above it, a larger batch saves hardly
+any steps, and samples are wasted. Between the two, one case passes slowly into the other. The paper's theory puts this into a
+formula: a batch of B needs $1 + B_{\text{critical}}/B$ times the steps of the largest batch. Write it as code:
 """
 
 
@@ -236,10 +237,10 @@ fill_in(steps_and_samples, {(100, 50, 50): (200.0, 10_000.0), (100, 5, 50): (110
 r"""
 <details><summary>The line</summary><code>steps = fewest_steps * (1 + critical / batch)</code></details>
 
-From a batch of 5 to one of 50 the steps fall from 1,100 to 200, for less than twice the samples. From 50 to 500 they fall to 110, for
-five times the samples. Here are runs with the linear rule, drawn twice. Against **updates** the largest batch looks best. Against
-**samples**, which the devices have to compute, it does not: a batch below the critical size ends as low as a small one, and a batch
-above it is behind.
+From a batch of 5 to one of 50 the steps fall from 1,100 to 200, for less than twice the samples. From 50 to 500 they fall to
+110, for 5.5 times the samples. Here are runs with the linear rule, drawn twice. Against **updates** the largest batch looks
+best. Against **samples**, which the devices have to compute, it does not: a batch below the critical size ends as low as a
+small one, and a batch above it is behind.
 """
 
 
@@ -393,8 +394,8 @@ to be multiplied, and the run must be so long that its first steps do not decide
 
 ## At full size
 
-Goyal et al. (2017) trained ResNet-50 on ImageNet with linear scaling and warm-up, for as many epochs with each batch
-size. Up to a batch of 8,192 the error stays the same, and beyond that it grows.
+Goyal et al. (2017) trained ResNet-50 on ImageNet with linear scaling and warm-up, for the same number of epochs at
+each batch size. Up to a batch of 8,192 the error stays the same, and beyond that it grows.
 """
 
 # %% imagenet folded=true

@@ -87,8 +87,8 @@ check("10.3", global_mean)
 # *10 minutes · medium*
 #
 # Training stopped in the middle of an epoch, after `done` samples of all ranks together, and goes on, perhaps on another
-# number of ranks. This gives each rank its part of what is left. With the same number of ranks as before it is right. With
-# another one, some samples are seen twice. One line is wrong.
+# number of ranks. The function below gives each rank its part of what is left. With the same number of ranks as before it
+# is right. With another one, some samples are seen twice. One line is wrong.
 # %% faulty-10-4
 def faulty_rest(size, rank, world_size, epoch, seed, done):  # line 1
     generator = torch.Generator().manual_seed(seed + epoch)  # line 2
@@ -128,9 +128,10 @@ check("10.4", the_bug, rest_of_epoch)
 #
 # *25 minutes · medium*
 #
-# With how large a learning rate do the digits still learn? `stage1_single.train(digits.model(), digits.batches(96, 40), lr=…)`
-# of `digits = problems.make("digits")` trains for 40 steps and returns their losses. It has learned if the mean of the
-# last ten is below 1; guessing costs 2.3. Guess first, then measure as you like, in cells of your own.
+# With how large a learning rate does a model still learn the digits?
+# `stage1_single.train(digits.model(), digits.batches(96, 40), lr=…)` with `digits = problems.make("digits")` trains for 40
+# steps and returns their losses. It has learned if the mean of the last ten is below 1; guessing costs 2.3. Guess first, then
+# measure as you like, in cells of your own.
 #
 # Write down the largest rate that you found, and in a sentence what you saw beyond it. There is no formula for this one.
 # Your number is tried: with half of it the model must learn, with twice as much it must not. The sentence is for
@@ -155,15 +156,15 @@ check("10.5", largest_rate)
 #
 # *15 minutes · medium*
 #
-# A language model's loss is a mean over *tokens*. Here one rank has a short micro-batch of 3 tokens, another one a long one of 300.
+# A language model's loss is a mean over *tokens*. Here one rank has a short micro-batch of 3 tokens, another one of 300.
 # If each rank takes the mean of its own micro-batches and DDP averages the ranks, each of the 3 tokens weighs a hundred times
-# as much as each of the 300. Nothing warns: it trains, a little worse. (This stood in several large training libraries for years.)
+# as much as each of the 300. Nothing warns: it trains, a little worse. (Several large training libraries did this for years.)
 #
-# `sums` has, for each of this rank's micro-batches, the *sum* of its tokens' losses, with a graph behind it; `counts` says how many
-# tokens each has. You return a list of what `backward()` is called on, a tensor of one number for each micro-batch (a count
-# may be 0). The gradients of all of them add
-# up on a rank; then DDP *averages* them over `world_size` ranks. The result must be the gradient of the mean over all
-# tokens of all micro-batches of all ranks. `all_reduce(tensor)` sums over the ranks, in place; call it once.
+# `sums` has, for each of this rank's micro-batches, the *sum* of its tokens' losses, with a graph behind it; `counts` says
+# how many tokens each has. You return a list of what `backward()` is called on, a tensor of one number for each micro-batch
+# (a count may be 0). The gradients of all of them add up on a rank; then DDP *averages* them over `world_size` ranks. The
+# result must be the gradient of the mean over all tokens of all micro-batches of all ranks. `all_reduce(tensor)` sums over
+# the ranks, in place; call it once.
 # %% answer-10-6
 def losses_for_backward(sums, counts, all_reduce, world_size):
     """Return a loss for each micro-batch, so that DDP's average is the gradient of the whole mean.

@@ -418,7 +418,7 @@ waits = {}
 for name, ahead in {"reads when asked": False, "reads ahead": True}.items():
     waits[name] = 1000 * max(launch(stalls, ahead, world_size=K, device=Device("100MFLOP/s")))
 hidden = 1 - waits["reads ahead"] / waits["reads when asked"]
-title = f"Reading ahead hides {100 * hidden:.0f} % of the time that a batch takes"
+title = f"Reading ahead hides {100 * hidden:.0f} % of the time that reading takes"
 show.bars(waits, "waiting for a batch (ms, median)", title, form="{:.1f}", kind="virtual time")
 
 # %% [markdown]
@@ -436,10 +436,11 @@ with torch.profiler.profile(schedule=schedule, on_trace_ready=lambda p: p.export
         profile.step()
 ```
 
-Open the files in [ui.perfetto.dev](https://ui.perfetto.dev); they stay in your browser. In a trace, waiting looks like communicating:
-the all-reduce of a rank that comes early lasts until the last one has come, and on a GPU its kernel spins all that time. So compare
-the *same* collective on all ranks, as above: the rank with the shortest one is the straggler. The clocks of hosts differ by milliseconds.
-Therefore shift each rank's trace such that an all-reduce ends everywhere at the same time.
+Open the files in [ui.perfetto.dev](https://ui.perfetto.dev); they stay in your browser. In a trace, waiting looks like
+communicating: the all-reduce of a rank that comes early lasts until the last one has come, and on a GPU its kernel spins all
+that time. So compare the *same* collective on all ranks, as above: the rank with the shortest one is the straggler. The
+clocks of hosts differ by milliseconds. Therefore shift each rank's trace so that an all-reduce ends everywhere at the same
+time.
 
 ## A GPU that has nothing to do
 
@@ -463,8 +464,8 @@ print(
     f"half of the gaps between them more than {1e6 * median(gaps):.0f} µs\n"
     f"all-reduces: {1000 * step.seconds_in('network'):.0f} ms, "
     f"of which {1000 * after_backward:.0f} after backward\n"
-    f"forward begins {1000 * min(span.start for span in passes):.1f} ms after the step, "
-    f"its first long kernel {1000 * first_long:.0f} ms after it"
+    f"forward begins {1000 * min(span.start for span in passes):.1f} ms into the step, "
+    f"and its first long kernel {1000 * first_long:.0f} ms into it"
 )
 show.trace(step=1)
 
@@ -472,9 +473,8 @@ show.trace(step=1)
 r"""
 It is the processor. The network delays the step by 2 ms, and forward begins at once, so no loader is late. But each kernel
 must be launched by Python and C++, which takes longer than the kernel itself: the GPU has done its work before the next one
-is there. (Part of that is the profiler, which writes down every call: time a step without it as well.) What helps is
-fewer or longer kernels: more pictures per GPU, `torch.compile`, CUDA graphs. A faster network or another GPU would change
-nothing.
+is there. (Part of that is the profiler, which writes down every call: time a step without it as well.) What helps is fewer
+or longer kernels: more images per GPU, `torch.compile`, CUDA graphs. A faster network or another GPU would change nothing.
 
 And what happens in the first 40 ms of forward? DDP broadcasts rank 0's buffers, three for each of 53 BatchNorm layers: it packs
 159 small tensors into two messages and copies each of them back. `broadcast_buffers=False` saves that, where buffers
@@ -486,8 +486,8 @@ need not be equal on all ranks. In the white 17 ms after backward, DDP copies 16
 
 If one rank fails, all must stop, and the work since the last **checkpoint** is lost. A checkpoint has the weights, the
 optimizer's state, the position in the data and the random states. It must be written so that a crash *while writing* destroys
-nothing: into a new file, which is flushed to the disk and then renamed to the old name. Task 11.1 of [exercise 11](../exercises/11_when_things_fail.ipynb) asks you to write it,
-which is worth more before you look.
+nothing: into a new file, which is flushed to the disk and then renamed to the old name. Task 11.1 of
+[exercise 11](../exercises/11_when_things_fail.ipynb) asks you to write it. You learn more if you do so before you look.
 """
 
 # %% task-11-1
@@ -605,9 +605,10 @@ fill_in(lost, {(100, 5, 1000): 0.1, (50, 5, 1000): 0.125, (200, 5, 1000): 0.125}
 r"""
 <details><summary>The line</summary><code>repeating = interval / 2 / failure_s</code></details>
 
-The sum is smallest where its two terms are equal, at an interval of √(2 C M) (Young, 1974): 100 s in the first of these cases. Llama 3 was trained on 16,384 GPUs and interrupted 419 times in 54
-days (published: its Table 5). Let a checkpoint take a minute. Before you look: how often would you save? We simulate 20 runs of 54
-days for each interval, with failures at random moments; the line is what theory expects.
+The sum is smallest where its two terms are equal, at an interval of √(2 C M) (Young, 1974). For C = 5 s and M = 1,000 s, as
+above, this is 100 s. Llama 3 was trained on 16,384 GPUs and interrupted 419 times in 54 days (published: its Table 5). Let a
+checkpoint take a minute. Before you look: how often would you save? We simulate 20 runs of 54 days for each interval, with
+failures at random moments; the line is what theory expects.
 """
 
 
@@ -655,8 +656,9 @@ show.curves(
 
 # %% [markdown]
 r"""
-Where the line is lowest, it is flat: twice Young's interval costs little. (Of Llama 3's 419 interruptions 148 were faulty GPUs, which is 35.3 %, not the 30.1 % that are printed beside them.) Smaller clusters fail less often: every 47.7 days on 8 GPUs, every 7.9 hours on 1,024 (published:
-Kokolis et al., 2024).
+Where the line is lowest, it is flat: twice Young's interval costs little. (Of Llama 3's 419 interruptions 148 were faulty
+GPUs, which is 35.3 %, not the 30.1 % that the paper's table prints.) Smaller clusters fail less often: every 47.7 days on 8
+GPUs, every 7.9 hours on 1,024 (published: Kokolis et al., 2024).
 
 ## What torch does
 

@@ -22,7 +22,7 @@ from ddp_exercises import check, hint
 # *15 minutes · medium*
 #
 # The power may fail at any moment, and the disk may be full. At every moment `path` holds either the whole old
-# checkpoint or the whole new one. Write with `torch.save`. If writing fails, the error comes out, and no other file
+# checkpoint or the whole new one. Write with `torch.save`. If writing fails, the error is raised, and no other file
 # stays behind.
 # %% answer-11-1
 def save_checkpoint(state, path):
@@ -180,10 +180,10 @@ check("11.4", the_bug, mended_run)
 #
 # *30 minutes · hard*
 #
-# In `exercises/clinic/` lie eleven training scripts. Each has one fault. Run them under torchrun in a terminal, as their first lines
-# say, and look at them with the tools of the lesson: the stacks of all ranks (`py-spy dump`), the flight recorder, the order of
-# the log. Which rank is it (`None` if every rank has the fault), which line of the file, and what kind of fault? `diagnoses` is graded. `mended` is for yourself: mend
-# each script and run it again.
+# There are eleven training scripts in `exercises/clinic/`. Each has one fault. Run them under torchrun in a terminal, as
+# their first lines say, and look at them with the tools of the lesson: the stacks of all ranks (`py-spy dump`), the flight
+# recorder, the order of the log. Which rank is it (`None` if every rank has the fault), which line of the file, and what kind
+# of fault? `diagnoses` is graded. `mended` is for yourself: mend each script and run it again.
 #
 # | kind | what it means |
 # |---|---|

@@ -2,7 +2,7 @@
 r"""
 # 12 · Many machines
 
-Inside a machine, devices talk over fast links. Between machines a device has a tenth of that bandwidth or less, and
+Inside a machine, devices talk over fast links. Between machines a device has about a tenth of that bandwidth, or less, and
 on many machines all devices share one network card. This lesson crosses that border. It uses two emulated hosts,
 `torchrun`, and timings that others have published: of the wires inside a host, and of several network cards between hosts.
 
@@ -10,8 +10,8 @@ on many machines all devices share one network card. This lesson crosses that bo
 
 - explain why an all-reduce in two levels beats a flat ring on several hosts, and by how much,
 - start the same training on several machines, and rehearse it before you rent them,
-- tell from how a host is wired what its all-reduce takes,
-- say what a second network card (NIC) is good for, and when it is not.
+- tell from how a host is wired how long its all-reduce takes,
+- say when a second network card (NIC) helps, and when it does not.
 
 *45 minutes, a minute of computing.*
 """
@@ -90,7 +90,7 @@ def same_sum():
 # %% check-correct
 # NBVAL_CHECK_OUTPUT
 assert all(launch(same_sum, world_size=K))
-print("two levels, the same sum")
+print("two levels give the same sum")
 
 
 # %% two-levels-figure folded=true
@@ -197,10 +197,10 @@ A few machines of your own can take part from a cell, too: `docs/CLUSTERS.md` ha
 
 ## Rehearse it before you rent it
 
-Suppose you could rent two hosts of two A100s each, with 10 Gbit/s between them, or with 400 Gbit/s for more money. Nobody has to rent
-anything to compare them. `manyranks run` runs the same script as it is, on as many ranks as you like. The arithmetic and the messages
-are real, on your processor. Only the time is a model: of an A100, of NVLink inside each host, and of the cable between the hosts. Guess
-before you look: how much shorter is a step with 40 times the cable?
+Suppose you could rent two hosts of two A100s each, with 10 Gbit/s between them, or with 400 Gbit/s for more money. Nobody has
+to rent anything to compare them. `manyranks run` runs the same script as it is, on as many ranks as you like. The arithmetic
+and the messages are real, on your processor. Only the time is a model: of an A100, of NVLink inside each host, and of the
+cable between the hosts. Guess before you look: how much shorter is a step when the cable is 40 times as fast?
 """
 
 # %% rehearsed
@@ -223,9 +223,9 @@ the slow cable a step takes 0.426 ms of virtual time, of which 0.003 ms are comp
 Nothing of the sending is hidden, since a model this small has a single bucket. Even with the fast cable the GPUs wait for most of the
 step. So this training belongs on one GPU, and that decision was free.
 
-The table below that line names the line of your script that communicates. Kernels reach everything that a datasheet promises here, so
-trust the comparison of two rehearsals more than the seconds of one. `docs/REHEARSE.md` says how to bring your own script, and what
-such a rehearsal cannot show.
+The table further down names the line of your script that communicates. Kernels reach everything that a datasheet promises in
+these two runs, so trust the comparison of two rehearsals more than the seconds of one. `docs/REHEARSE.md` says how to bring
+your own script, and what such a rehearsal cannot show.
 
 ## Inside one host: switches and wires
 
@@ -267,9 +267,10 @@ print("rings that fit on the wires of V100s, by number of GPUs:", rings)
 
 # %% [markdown]
 r"""
-A V100 has six **NVLink** wires, and each leads to one certain partner. A ring can only follow wires. Several rings can share
-a message, and how many of them find room depends on which GPUs take part: two GPUs have one ring, and four have four. For 5 to 8
-GPUs the prediction searches how many rings fit onto the wires. With 5 GPUs it is slow again, since only two rings fit.
+A V100 has six **NVLink** wires, and each leads to one particular partner. A ring can only follow wires. Several rings can
+share a message, and how many of them find room depends on which GPUs take part: two GPUs have one ring, and four have four.
+For 5 to 8 GPUs the prediction searches how many rings fit onto the wires. With 5 GPUs it is slow again, since only two rings
+fit.
 
 ## Between hosts: several network cards
 
@@ -336,10 +337,10 @@ use an algorithm with fewer steps, or put several of them into one bucket.
 
 ## On your GPUs: which way does NCCL go?
 
-Two programs tell. `nvidia-smi topo -m` prints how each pair of GPUs and cards is joined, from near to far: `NV12` means 12
-NVLinks; `PIX`, one PCIe bridge; `PXB`, several of them; `PHB`, by way of the processor; `NODE`, between two PCIe roots of one
-processor; `SYS`, by way of the wires between two processors. A card beside a GPU (`PIX`) is the one that its messages should
-leave by. `NCCL_DEBUG=INFO torchrun …` lets NCCL say what it has chosen. Look for three kinds of line:
+Two programs tell you. `nvidia-smi topo -m` prints how each pair of GPUs and cards is joined, from near to far: `NV12` means
+12 NVLinks; `PIX`, one PCIe bridge; `PXB`, several of them; `PHB`, by way of the processor; `NODE`, between two PCIe roots of
+one processor; `SYS`, by way of the wires between two processors. A card beside a GPU (`PIX`) is the one that its messages
+should leave by. `NCCL_DEBUG=INFO torchrun …` lets NCCL say what it has chosen. Look for three kinds of line:
 
     NCCL INFO NET/IB : Using [0]mlx5_0:1/RoCE …      the cards; NET/Socket means plain TCP, several times slower
     NCCL INFO Channel 00/16 : 0 1 2 3 4 5 6 7        the first of 16 rings, as an order of ranks
@@ -347,10 +348,10 @@ leave by. `NCCL_DEBUG=INFO torchrun …` lets NCCL say what it has chosen. Look 
 
 `via P2P` is the direct way between two GPUs. `via SHM` goes through the host's memory: fine across `SYS`, a pity across
 `NV12`. `via NET/IB/0/GDRDMA` leaves the host straight from the GPU's memory; without `GDRDMA` the bytes pass through the
-processor first. If `SHM` or `NET/Socket` stands where you paid for more, ask for more lines (`NCCL_DEBUG_SUBSYS=INIT,GRAPH,NET`),
-and look for a variable such as `NCCL_P2P_DISABLE`, `NCCL_IB_DISABLE` or `NCCL_SOCKET_IFNAME` that somebody has set. Then measure:
-`make gpu` draws NCCL's all-reduce on your GPUs beside lesson 04's ring and lesson 03's server, and the closed forms with α
-and β of your machine.
+processor first. If `SHM` or `NET/Socket` stands where you paid for more, ask for more lines
+(`NCCL_DEBUG_SUBSYS=INIT,GRAPH,NET`), and look for a variable such as `NCCL_P2P_DISABLE`, `NCCL_IB_DISABLE`, `NCCL_IB_HCA` or
+`NCCL_SOCKET_IFNAME` that somebody has set. Then measure: `make gpu` draws NCCL's all-reduce on your GPUs beside lesson 04's
+ring and lesson 03's server, and the closed forms with α and β of your machine.
 
 ## What torch does
 
@@ -365,7 +366,7 @@ InfiniBand or Ethernet between machines, with one ring per card. `torch.distribu
 2(H-1)/H · 1 GB = 1 GB in each direction, an eighth of it from each GPU.
 </details>
 
-**2.** Your hosts have eight cards, but `NCCL_SOCKET_IFNAME` names one. What do you see?
+**2.** Your hosts have eight InfiniBand cards, but `NCCL_IB_HCA` names one. What do you see?
 <details><summary>Answer</summary>
 Large all-reduces take eight times as long. Small ones take as long as before.
 </details>

@@ -1,7 +1,8 @@
 # %% [markdown]
 # # Exercise 12: many machines
 #
-# An all-reduce in two levels, a prediction for a cluster that you do not have, and a log to read.
+# You write an all-reduce in two levels, predict what a cluster that you do not have would take, read
+# a log, and explain a figure.
 #
 # Stuck? `hint("12.1")` gives the first of three hints for a task, and
 # `hint("12.1", 2)` the next.
@@ -17,9 +18,9 @@ from ddp_exercises import check, hint
 #
 # *15 minutes · medium*
 #
-# Four ranks on two hosts. `inside` is the group of this rank and its neighbour on the same host; `between` is the group of
-# this rank and the one in the same place on the other host. Add up `tensor` (one row) over all four ranks, in place, such
-# that only p bytes cross the cable in each direction.
+# There are four ranks on two hosts. `inside` is the group of this rank and its neighbour on the same host; `between` is
+# the group of this rank and the one in the same place on the other host. Add up `tensor` (one row) over all four ranks, in
+# place, so that only p bytes cross the cable in each direction.
 #
 # You have `reduce_scatter(chunks, group)`, after which rank r of the *group* holds the sum of chunk r+1 (mod K),
 # `allgather(chunks, group)`, which starts from there, and `ring_all_reduce(tensor, group)`.
@@ -48,7 +49,7 @@ check("12.1", two_levels)
 #
 # *15 minutes · medium*
 #
-# `measure(ranks, nbytes)` runs a ring all-reduce on 2 to 4 ranks, as many as you have, and tells its seconds. How long
+# `measure(ranks, nbytes)` runs a ring all-reduce on 2 to 4 ranks, as many as you have, and returns its seconds. How long
 # would `size` ranks take for `nbytes`? And what would the larger part of that time be: `"latency"`, the 2 (K-1) messages
 # one after the other, or `"bandwidth"`, the bytes? Measure at most eight times. Nothing else disturbs these measurements.
 #

@@ -2,9 +2,10 @@
 r"""
 # 13 · Predict before you buy
 
-A thousand GPUs cost a house per day. You should know before you rent them how long a step will take. This lesson builds predictions
-from a few numbers, each fitted to runs that others have published. Then it compares the predictions with published runs that the
-fit did not see, and in the end it uses them to choose between all ways of this course. Nothing here is timed on your machine.
+A thousand GPUs cost as much in a week as a house. You should know how long a step will take before you rent them. This lesson
+builds predictions from a few numbers, each fitted to runs that others have published. Then it compares the predictions with
+published runs that the fit did not see, and in the end it uses them to choose between all ways of this course. Nothing here
+is timed on your machine.
 
 **After this lesson you can**
 
@@ -88,10 +89,11 @@ show.scaling_figure(steps, title="ResNet-50: two levels reach further than a fla
 
 # %% [markdown]
 r"""
-Each host has 8 V100s, and 4 network cards of 100 Gbit/s. The **knee** (circle) is the last K before efficiency falls below 90 %, the
-dotted line. Up to the knee, all buckets but the last hide behind the backward pass. What is missing to 100 % is that last bucket, and
-what running all-reduces take from the computing. Beyond the knee the latencies of the flat ring, 2(K-1) for each bucket, become
-visible. A ring in two levels (the hierarchical ring) has few latencies, and its curve falls later.
+Each host has 8 V100s, and 4 network cards of 100 Gbit/s. The **knee** (circle) is the last K before efficiency falls below
+90 %, the dotted line. Up to the knee, all buckets but the last hide behind the backward pass. The rest, up to 100 %, is lost
+to that last bucket, and to what running all-reduces take from the computing. Beyond the knee the latencies of the flat ring,
+2(K-1) for each bucket, become visible. A ring in two levels (the hierarchical ring) has few latencies, and its curve falls
+later.
 
 Finding the knee is half written here. Every GPU has a batch of its own, so without any loss a step would always take as long as on one
 GPU.
@@ -119,7 +121,7 @@ fill_in(knee, {(2.0, points): 64, (2.0, points[:1]): 8, (1.9, points): 8, (1.0, 
 r"""
 <details><summary>The line</summary><code>efficiency = alone / step</code></details>
 
-The same condition decides a sentence that one reads often:
+The same condition decides on a sentence that you will often read:
 """
 
 # %% claim-20
@@ -133,10 +135,11 @@ claims.decide(
 
 # %% [markdown]
 r"""
-How far can one believe this simulation? In the next figure the published times are points, including those of 2 GPUs, which the fit
-saw. The predictions for 4, 8 and 16 GPUs are lines. They start from the published step on 2 GPUs, and multiply it by the simulated
-growth. (The curve above starts from one GPU instead, and there ResNet-50 is 1.7 points higher.) Efficiency is the step of one GPU
-without DDP, divided by a step with DDP. The dotted lines are a second predictor, which knows nothing and says "as on 2 GPUs, always".
+How far can you trust this simulation? In the next figure the published times are points, including those of 2 GPUs, which the
+fit saw. The predictions for 4, 8 and 16 GPUs are lines. They start from the published step on 2 GPUs, and multiply it by the
+simulated growth. (The curve above starts from one GPU instead, and there ResNet-50 is 1.7 points higher.) Efficiency is the
+step of one GPU without DDP, divided by a step with DDP. The dotted lines are a second predictor, which knows nothing and says
+"as on 2 GPUs, always".
 """
 
 # %% published folded=true
@@ -226,7 +229,7 @@ Three more things are counted: 12 bytes through memory per weight (in the figure
 output word (logit) in each micro-batch, and 10 µs per GPU of a ring. A term stays in the model only if errors grow without it
 (`docs/PREDICTIONS.md`).
 
-Five numbers cannot be counted. They are fitted to 102 published runs of today:
+Five numbers cannot be counted. They are fitted to 102 recent published runs:
 """
 
 # %% constants folded=true
@@ -344,11 +347,11 @@ predict(**llama).figure()
 
 # %% [markdown]
 r"""
-Three numbers describe how well a run uses its GPUs. **Tokens per second and GPU** compares runs of one model. **MFU** (model flops
-utilisation) compares models and GPUs. It is the share of the datasheet's flops that the step needs by PaLM's count, 6 N + 12 L s h
-per token, in which recomputing does not count. Both numbers describe a step. **Goodput** describes weeks: it is the share of the time
-that went into steps which were kept, and not into restarts, checkpoints and steps done twice (lesson 11). A run with 40 % MFU and 90 %
-goodput trains as if it had 36 % MFU all the time.
+Three numbers describe how well a run uses its GPUs. **Tokens per second per GPU** compares runs of one model. **MFU** (model
+flops utilisation) compares models and GPUs. It is the share of the datasheet's flops that the step needs by PaLM's count,
+6 N + 12 L s h per token, in which recomputing does not count. Both numbers describe a step. **Goodput** describes weeks: it
+is the share of the time that went into steps which were kept, and not into restarts, checkpoints and steps done twice
+(lesson 11). A run with 40 % MFU and 90 % goodput trains as if it had 36 % MFU all the time.
 
 MFU is half written here. (N are the parameters, L the layers, s the context and h the width.)
 """
@@ -435,9 +438,9 @@ for row in facts.rows("transformer_throughput"):
 
 # %% [markdown]
 r"""
-On 64 GPUs our prediction is a third too high. But on 128 GPUs, where more must be sent, the same table has a third more tokens per
-second and GPU, and no smooth model can meet both rows. We name rows that disagree with their neighbours, and do not bend the model
-around them.
+On 64 GPUs our prediction is a third too high. But on 128 GPUs, where more must be sent, the same table has a third more
+tokens per second on each GPU, and no smooth model can meet both rows. We name rows that disagree with their neighbours, and
+do not bend the model around them.
 
 ## The program itself, rehearsed
 
@@ -499,13 +502,13 @@ for way in ("formula", "rehearsal"):
 
 # %% [markdown]
 r"""
-Both are about as exact. Both miss two rows by more than a fifth. One is MPT-70b on 64 GPUs, the odd row that you have met above. The
-other is MPT-1b on 32 GPUs, which was measured slower than on 16 and on 64. For MPT of 7 to 30 billion parameters every rehearsal is
-within 2 %. For MPT of up to 760 million it is too fast, mostly by 3 to 9 %. It knows nothing of what a running collective takes from the
-kernels beside it (the formula's 0.15), and its rates were fitted for the formula. For Llama, whose gates and rotations
-the formula counts as a lump sum, the program has the kernels themselves, and is closer. InternLM's rows are ZeRO-1: each rank keeps all
-weights and gradients, and gathers and averages once a step. So use the formula to compare a hundred plans in a second. Then rehearse
-the script that you will run on the two plans that remain.
+Both are about equally exact, and both miss two rows by more than a fifth. One is MPT-70b on 64 GPUs, the odd row that you
+have met above. The other is MPT-1b on 32 GPUs, which was measured slower than on 16 and on 64. For MPT of 7 to 30 billion
+parameters every rehearsal is within 2 %. For MPT of up to 760 million it is too fast, mostly by 3 to 9 %. It knows nothing of
+what a running collective takes from the kernels beside it (the formula's 0.15), and its rates were fitted for the formula.
+For Llama, whose gates and rotations the formula counts as a lump sum, the program has the kernels themselves, and is closer.
+InternLM's rows are ZeRO-1: each rank keeps all weights and gradients, and gathers and averages once a step. So use the
+formula to compare a hundred plans in a second. Then rehearse the script that you will run on the two plans that remain.
 
 ## The scoreboard
 
@@ -541,7 +544,7 @@ most = {
     "transformer_throughput": 0.045,
 }
 assert all(tables[name].left_out < bound for name, bound in most.items())
-print("on rows left out: schedules within 2 %, NCCL by size 5 %, GPT steps 4 %, runs of today 4.5 % (medians)")
+print("on rows left out: schedules within 2 %, NCCL by size 5 %, GPT steps 4 %, recent runs 4.5 % (medians)")
 
 # %% [markdown]
 r"""
@@ -598,7 +601,7 @@ memory, so the columns compare different work. A formula that no machine can bea
   (published). For 16 GiB they reach 482 GB/s, more than the 450 that a GPU's links carry. NVLink's switches sum inside the
   network (NVLS), so that each GPU sends p bytes and not $2\frac{K-1}{K}p$. "Bus bandwidth" is then only a unit, and not what a
   link carries.
-- **Congestion.** Other jobs share the network. On the same cables times vary by a factor, from one day to the next.
+- **Congestion.** Other jobs share the network. On the same cables times can differ widely from one day to the next.
 - **Stragglers.** All ranks wait for the slowest, and among 1,000 GPUs one is always slow, or fails (lesson 11).
 
 Therefore predict first, then rent two hosts for an hour, and compare the prediction with what they do.

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Exercise 13: predict before you buy
 #
-# Tables to judge, units to read, plans to rule out, an honest error, a layer under FSDP, how far each way reaches, and a figure to
-# explain. Nothing here is timed; paper and a few lines do.
+# You judge a table, read a benchmark, rule out plans, estimate an honest error, predict a layer under FSDP, find how far
+# each way reaches, and explain a figure. Nothing here runs against a clock; paper and a few lines are enough.
 #
 # Stuck? `hint("13.1")` gives the first of three hints for a task, and
 # `hint("13.1", 2)` the next.
@@ -15,9 +15,9 @@ from ddp_exercises import check, hint
 #
 # *10 minutes · medium*
 #
-# A table of pipeline speeds. Each row is (stages P, micro-batches M, times): `times` as fast as the *first* row, whose own
-# `times` is 1. A pipeline of P equal stages is at most P M/(M + P - 1) times as fast as one device. Numbers are rounded,
-# and machines are not all alike, so a tenth above the formula may pass. Which rows are too good to be true?
+# A table has the speeds of pipelines. Each row is (stages P, micro-batches M, times): `times` as fast as the *first* row,
+# whose own `times` is 1. A pipeline of P equal stages is at most P M/(M + P - 1) times as fast as one device. Numbers are
+# rounded, and machines are not all alike, so a tenth above the formula may pass. Which rows are too good to be true?
 #
 # The first rows of GPipe's table are `(2, 1, 1.0), (4, 1, 1.07), (8, 1, 1.3)`. Is one of them?
 # %% answer-13-1
@@ -90,10 +90,11 @@ check("13.2", seconds, crossover, used)
 #
 # *10 minutes · easy*
 #
-# A plan is (tensor, pipeline, data, sharded): ways, and whether the copies share the state among them (ZeRO-3) or each keeps
-# all of its part. Weights and gradients in bfloat16, Adam's state and a copy of the weights in float32: 16 bytes per
-# parameter. A job is a dict: `parameters`, `layers`, `batch` (sequences of a step), `gpus`, `per_host`, `memory_gb`.
-# A tenth of the memory is needed for activations. What is wrong with a plan, the first of these?
+# A plan is (tensor, pipeline, data, sharded). The first three say into how many parts each way divides the GPUs. The last
+# one says whether the copies share the state among them (ZeRO-3) or each keeps all of its part. Weights and gradients are in
+# bfloat16, Adam's state and a copy of the weights in float32, which makes 16 bytes per parameter. A job is a dict:
+# `parameters`, `layers`, `batch` (sequences of a step), `gpus`, `per_host`, `memory_gb`. A tenth of the memory is needed for
+# activations. Which of these is the first thing that is wrong with a plan?
 #
 # | | |
 # |---|---|
@@ -138,8 +139,8 @@ check("13.3", kept_gb, wrong_with)
 #
 # *15 minutes · medium*
 #
-# The batch stays the same, the GPUs double: what is computed halves, what ZeRO-3 sends stays. So t(K) = c/K + s, with two
-# unknowns. From two rows (GPUs, seconds), what will K GPUs take?
+# If the batch stays the same and the GPUs double, what each GPU computes halves, and what ZeRO-3 sends stays. So t(K) =
+# c/K + s, with two unknowns. From two rows (GPUs, seconds), what will K GPUs take?
 #
 # Then say how good that is. Of three rows hold out each in turn, fit to the other two, and compare: predicted over measured,
 # minus 1. Write down first: on which row do you expect the largest error?

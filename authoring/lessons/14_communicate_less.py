@@ -39,7 +39,7 @@ r"""
 
 | | what travels | what is given up |
 |---|---|---|
-| fewer bytes | halves; the largest 1 % of a gradient (*top-k*); a matrix as two thin ones (*PowerSGD*) | gradients are approximate |
+| fewer bytes | numbers of 16 bits (*half precision*); the largest 1 % of a gradient (*top-k*); a matrix as two thin ones (*low rank*, PowerSGD) | gradients are approximate |
 | less often | weights, every H steps (*local SGD*, *DiLoCo*) | in between, every rank goes its own way |
 | without waiting | each gradient as soon as it is there, to a server | gradients belong to weights of some updates ago: they are *stale* |
 
@@ -392,7 +392,7 @@ wall = {
 }
 derived = {name: 60 + 1000 * sent[name] * 8 / 5e6 for name in wall}
 furthest = max(abs(wall[name] / derived[name] - 1) for name in wall)
-title = f"The programs take the derived times, to {100 * furthest:.1f} %"
+title = f"The programs take the derived times, to within {100 * furthest:.1f} %"
 show.bars(wall, "time per step (ms)", title, theory=derived,
           form="{:.0f}", kind="virtual time", dash="derived")
 
@@ -431,15 +431,16 @@ for name, ranks in seconds.items():
     paces = [1000 * step for step in ranks if step]  # the server takes no batches
     together[name] = 1000 * sum(8 / ms for ms in paces)
 gain = together["asynchronous"] / together["every step"]
-title = f"With one slow rank, asynchronous training takes {gain:.2f} times as many samples"
+title = f"With one slow rank, asynchronous training gets through {gain:.2f} times as many samples"
 show.bars(together, "samples per second, all workers", title, form="{:.0f}", kind="virtual time")
 
 # %% [markdown]
 r"""
 ## On a larger model
 
-The same question, published (Douillard et al., "DiLoCo", arXiv 2311.08105, Table 2): a language model goes on from step
-24,000, alone or with eight times the computing. Communication is 8 N where eight devices meet in every step.
+DiLoCo's authors have published the same comparison on a larger model (Douillard et al., arXiv 2311.08105, Table 2). A
+language model goes on from step 24,000 for N steps, alone or with eight times the computing. Communication is 8 N where
+eight devices meet in every step.
 
 | way | perplexity | communication | time | computing |
 |---|---|---|---|---|
@@ -465,11 +466,11 @@ show.diff(stage4_ring.train, communicate_less.train_local)
 r"""
 ## What torch does
 
-`torch.distributed.algorithms.ddp_comm_hooks` has half precision, PowerSGD and others; they run unchanged on our DDP, as
-ours would on torch's. `torch.distributed.algorithms.model_averaging` has local SGD. DiLoCo and its successors train
-models over the internet, with hundreds of steps between two meetings; `torchft` has an implementation. Asynchronous
-servers are rare today: stale gradients make results depend on who was fast, and no run can be repeated. The papers: Vogels et
-al., *PowerSGD* (2019); Karimireddy et al., error feedback (2019); Stich, local SGD (2019); Douillard et al., *DiLoCo* (2023).
+`torch.distributed.algorithms.ddp_comm_hooks` has half precision, PowerSGD and others; they run unchanged on our DDP, as ours
+would on torch's. `torch.distributed.algorithms.model_averaging` has local SGD. DiLoCo and its successors train models over
+the internet, with hundreds of steps between two meetings; `torchft` has an implementation. Asynchronous servers are rare
+today: stale gradients make results depend on who was fast, and no run can be repeated. These ways come from Vogels et al.,
+*PowerSGD* (2019); Karimireddy et al., error feedback (2019); Stich, local SGD (2019); Douillard et al., *DiLoCo* (2023).
 
 ## Check yourself
 
@@ -491,7 +492,7 @@ Seven updates: while one worker computes, each of the others delivers once. A sl
 
 ## In three lines
 
-1. Fewer bytes (halves, top-k, low rank) or fewer meetings (local SGD, DiLoCo) win time exactly where links are slow.
+1. Fewer bytes (half precision, top-k, low rank) or fewer meetings (local SGD, DiLoCo) win time exactly where links are slow.
 2. What is not sent must be kept: error feedback turns "never" into "later".
 3. None of it is the training of one device any more: compare by loss against time, over several seeds.
 

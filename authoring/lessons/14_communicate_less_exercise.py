@@ -39,8 +39,8 @@ check("14.1", compress)
 #
 # *10 minutes · easy*
 #
-# Each rank started from the `shared` weights and has trained alone; now it has its `own`. In DiLoCo the mean change is
-# taken for a gradient, on which an outer SGD with momentum makes a step:
+# Each rank started from the `shared` weights and has trained alone; now it has its `own`. In DiLoCo the mean change
+# serves as a gradient, and an outer SGD with momentum makes a step with it:
 #
 # $$g = \text{shared} - \text{mean of own} \qquad v \leftarrow \mu v + g \qquad \text{shared} \leftarrow \text{shared} - \eta v$$
 #
@@ -120,10 +120,10 @@ check("14.3", the_bug, make_hook)
 #
 # *15 minutes · medium*
 #
-# Several ways were tried. `ways[name]["losses"]` are the losses after step 1, 2, … and `ways[name]["bytes"]`, one number, what
-# the busiest rank sends in a step, on the average. A step takes `compute_s` seconds of computing and then the time to send on a link of
-# `bits` bits per second. Which way is the first to get down to `target`, in *time*? Some never do. And for two ways, on which
-# link do they get there after equally long?
+# Several ways were tried. `ways[name]["losses"]` are the losses after step 1, 2, … and `ways[name]["bytes"]`, one number,
+# what the busiest rank sends in a step, on average. A step takes `compute_s` seconds of computing and then the time to send
+# on a link of `bits` bits per second. Which way is the first to get down to `target`, in *time*? Some never do. And for two
+# ways, on how fast a link do they get there at the same time?
 # %% answer-14-4
 def winner(ways, target, compute_s, bits):
     """Return the name of the way that reaches a loss of `target` or less first."""
@@ -163,9 +163,9 @@ check("14.4", winner, break_even)
 #
 # *20 minutes · medium*
 #
-# A gradient of float32 travels as whole numbers from -127 to 127, of one byte each, beside one number that says what a 1
-# is worth: the *scale*. As in 14.1, what rounding loses is `left`, and is added to the next gradient: `owed = gradient + left`.
-# The scale is such that the largest magnitude of `owed` becomes 127. All values may be zero.
+# A gradient of float32 travels as whole numbers from -127 to 127, of one byte each, beside one number that says what a 1 is
+# worth: the *scale*. As in 14.1, what rounding loses is `left`, and is added to the next gradient: `owed = gradient + left`.
+# The scale is such that the largest magnitude of `owed` becomes 127. It may happen that all values are zero.
 #
 # `gather(tensor)` returns a list with this tensor of every rank, in order. Ranks have scales of their own. Gather
 # int8 values and a scale of one number, and nothing else. Change neither `gradient` nor `left`.

@@ -44,9 +44,9 @@ show.questions(15)
 r"""
 ## Where you are
 
-Points and the next task of each exercise, and how many of your guesses were right, as in lesson 00. (Outside a copy of the
-course, as where this notebook was stored, one line says how to make one.) You can solve what is still open before this
-lesson or after it.
+The next cell shows your points and the next task of each exercise, and how many of your guesses were right, as in
+lesson 00. (Outside a copy of the course, as where this notebook was stored, one line says how to make one.) You can solve
+what is still open before this lesson or after it.
 """
 
 # %% where-you-are
@@ -110,10 +110,11 @@ _ = show.command(ddp, sharded, timeout=240)
 
 # %% [markdown]
 r"""
-Read the first line of each report: how long a step takes there, and how much of the sending hides under computing. If most of it is
-exposed, more GPUs will not help; a larger batch or a faster link will. The table names the lines of your script that communicate,
-and *peak memory* says whether the model fits. (Kernels reach all of the datasheet here, and Python costs nothing: real steps of a model as
-small as the template's are far longer, as you will see. What to compare are two rehearsals.)
+Read the first line of each report: how long a step takes on such GPUs, and how much of the sending hides under computing. If
+most of it is exposed, more GPUs will not help; a larger batch or a faster link will. The table names the lines of your script
+that communicate, and *peak memory* says whether the model fits. (Kernels reach all of the datasheet here, and Python costs
+nothing: real steps of a model as small as the template's are far longer, as you will see. What you can compare is one
+rehearsal with another.)
 
 ## Predict
 
@@ -283,7 +284,7 @@ for gigabits, ranks in ((1, 8), (10, 8), (100, 64)):
 
 # %% [markdown]
 r"""
-On hosts of their own, ranks do not share cores: there the prediction from two numbers is better.
+On hosts of their own, ranks do not share cores: the prediction from two numbers is better there.
 
 ## Kill it
 

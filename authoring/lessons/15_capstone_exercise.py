@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Exercise 15: your own run
 #
-# Change the two functions of `my_capstone.py` as lesson 15 says, to your own model and data, and run its trainings. What is looked
-# at here is what they wrote: each leaves a `run.json` in its folder, and prints it as its last line. It is a Python dict as it
-# stands: paste it whole. Its `signature` belongs to these numbers and to no others.
+# Change the two functions of `my_capstone.py` as lesson 15 says, to your own model and data, and run its trainings. The
+# checks look at what these wrote: each leaves a `run.json` in its folder, and prints it as its last line. It is a Python dict
+# as it stands: paste it whole. Its `signature` belongs to these numbers and to no others.
 #
 # Stuck? `hint("15.1")` gives the first of three hints for a task, and
 # `hint("15.1", 2)` the next.
@@ -16,7 +16,8 @@ from ddp_exercises import check, hint
 #
 # *60 minutes · hard*
 #
-# On two ranks or more: by DDP, by `fully_shard`, and by DDP in a run that was killed and went on. Paste what each `run.json` says.
+# Train on two ranks or more, in three ways: by DDP, by `fully_shard`, and by DDP in a run that was killed and went on. Paste
+# what each `run.json` says.
 # %% answer-15-1
 def what_the_runs_wrote():
     """Return {"ddp": …, "fully_shard": …, "killed": …}: of each run the dict that its `run.json` holds."""

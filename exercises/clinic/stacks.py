@@ -23,6 +23,7 @@ SPY = shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
 PATIENCE = 90  # seconds
 FRAME = re.compile(r"\(.+:\d+\)$")  # such as "main (train.py:33)"
 LIBRARY = re.compile(r"site-packages|torch/|<frozen|lib/python")
+IMPORTING = "<frozen importlib"
 
 
 def main(*script):
@@ -56,9 +57,14 @@ def ranks_below(pid):
 
 
 def innermost(pid):
-    """The innermost line of a process outside of torch and Python's library; what py-spy says if it cannot look."""
+    """The innermost line of a process outside of torch and Python's library; what py-spy says if it cannot look.
+
+    A process that still imports, which takes long on a busy machine, has not come to a line yet: "".
+    """
     plain = {name: value for name, value in os.environ.items() if "COLOR" not in name}  # Jupyter asks for colours.
     dump = subprocess.run([SPY, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=60, env=plain)
+    if IMPORTING in dump.stdout:
+        return ""
     lines = [text.strip() for text in dump.stdout.splitlines() if FRAME.search(text)]
     own = [text for text in lines if not LIBRARY.search(text)]
     return own[0] if own else dump.stderr.strip()[:200]

@@ -151,6 +151,7 @@ def test_check_finds_what_differs(course, capsys):
         ("### BEGIN SOLUTION", "## begin solution", "not quite a marker"),
         (" points=2", "", "states its points"),
         ("# %% check-3-1 points=2", "# %% check-3-2 points=2", "do not match"),
+        ("### END HIDDEN TESTS", "### END HIDDEN TESTS\x0c", "line 17: a control character"),
     ],
 )
 def test_damaged_sources_are_refused(course, capsys, old, new, words):
