@@ -67,7 +67,7 @@ def post(sending: bool, nbytes: int, peer: int, group: int = 0, tag: int = 0) ->
     with table.lock:
         entry = register_side(
             key,
-            sides=2,
+            sides=2,  # A receive from any rank is read twice, too: its sender and its end.
             kind=FROM_ANY if peer == ANY else MESSAGE,
             first=sender,
             second=receiver,
@@ -199,7 +199,12 @@ def drop(ticket: Ticket) -> None:
             return
         ticket.ended = ticket.end
         ticket.dropped = True
-    process.table.dropped.append(ticket.entry)
+    give_back(ticket.entry)
+
+
+def give_back(entry: Entry) -> None:
+    """Say that one of those who read an entry will read it no more."""
+    process.table.dropped.append(entry)
 
 
 def sender_of(ticket: Ticket) -> int:

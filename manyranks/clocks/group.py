@@ -270,7 +270,8 @@ class FromAny:
         events.count_received(sender, group.number, self.tag)
         peer = group.members.index(sender)
         self.work = group.begin_in_gloo(group.gloo.recv, self.tensors, peer, self.tag)
-        events.drop(self.ticket)
+        # The sender has been read, once; who waits still reads the end.
+        events.give_back(self.ticket.entry)
 
     def wait(self) -> None:
         """Wait until gloo has received the message, which is matched by now."""
