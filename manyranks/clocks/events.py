@@ -202,11 +202,6 @@ def drop(ticket: Ticket) -> None:
     process.table.dropped.append(ticket.entry)
 
 
-def sender_of(ticket: Ticket) -> int:
-    """Return the sender whose message a receive from any rank gets; ANY while none is chosen."""
-    return ticket.entry.first
-
-
 def count_received(sender: int, group: int, tag: int) -> None:
     """Count a message of `sender` that a receive from any rank has got.
 
