@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import linux
 from ..memory import open_memory
 
 FOREVER = 1 << 62  # this moment never comes
@@ -270,4 +271,4 @@ class Lock:
 # Linux numbers its system calls by the processor; elsewhere threads poll.
 FUTEX_NUMBERS = {"x86_64": 202, "aarch64": 98}
 SYS_FUTEX = FUTEX_NUMBERS.get(os.uname().machine) if sys.platform == "linux" else None
-libc = None if SYS_FUTEX is None else ctypes.CDLL(None, use_errno=True)
+libc = None if SYS_FUTEX is None else linux.libc()
