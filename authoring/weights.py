@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {  # A package or a part of one may weigh so much, with 2 % of air for mended faults.
-    "manyranks": 60_600,  # 12,300 of it rehearse, 4,000 run whole programs in virtual time.
+    "manyranks": 60_000,  # 11,800 of it rehearse, 4,000 run whole programs in virtual time.
     # Of this 3,000 guard models that change after they were wrapped or split, 500 are a backend.
     # 1,800 take a learner's own model, data, loss and optimizer.
     "ddp_course": 47_100,

@@ -7,8 +7,6 @@ yield, what `torch.save` is given, which passes go through a wrapper, how many t
 cross-entropy counts, and the weights of the optimizer that steps.
 """
 
-import linecache
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +28,7 @@ from torch.optim.optimizer import (
 from torch.utils import data
 
 from .launching.launch import launch
+from .memory import remember_source
 from .torch_inside import tree_leaves
 
 # Wrappers are known by the names of their classes, torch's and others'.
@@ -254,15 +253,9 @@ class Watch:
 
 
 def run_script(source: str, arguments: list[str]) -> None:
-    """Run the script as `__main__`, in the environment that torchrun gives, without its output."""
-    rank = str(dist.get_rank())
-    world_size = str(dist.get_world_size())
-    os.environ.update(
-        RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size
-    )
+    """Run the script as `__main__`, without its output; a launch has torchrun's environment."""
     sys.argv = ["script", *arguments]
-    # A traceback takes the lines that it shows from this cache.
-    linecache.cache["script"] = (len(source), None, source.splitlines(True), "script")
+    remember_source("script", source)
     with redirect_stdout(StringIO()):
         exec(compile(source, "script", "exec"), {"__name__": "__main__"})
 

@@ -68,10 +68,10 @@ def bandwidth(text: str | int, accelerator_name: str | None = None) -> float:
     text.
     """
     if text == NVLINK:
-        name = ALIASES.get(str(accelerator_name), accelerator_name)
-        own_link = ACCELERATORS[name].link if name in ACCELERATORS else ""
-        newest = [link for link in LINKS if link.startswith(NVLINK)][-1]
-        text = own_link if own_link.startswith(NVLINK) else newest
+        known = accelerator(str(accelerator_name))
+        *_, text = (link for link in LINKS if link.startswith(NVLINK))
+        if known is not None and known.link.startswith(NVLINK):
+            text = known.link
     if text in LINKS:
         return LINKS[str(text)].bandwidth
     try:

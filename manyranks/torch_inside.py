@@ -56,6 +56,16 @@ tree_map_only = part("torch.utils._pytree:tree_map_only", "moving the tensors of
 backward_pass = part("torch._C:_current_graph_task_id", "noticing a backward pass")
 
 
+class OperationMode(TorchDispatchMode):
+    """The base of modes: `perform(operation, args, kwargs)` is called for a thread's operations."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        # A DTensor's operation comes again, with this rank's own part.
+        if any(map(is_wrapper, types)):
+            return NotImplemented
+        return self.perform(func, args, kwargs or {})
+
+
 def tensors_in(*operands: Any) -> list[torch.Tensor]:
     """Return the tensors in operands, lists, tuples, dicts and dataclasses.
 
@@ -108,14 +118,16 @@ def around(owner: Any, name: str, hook: Callable) -> Iterator[None]:
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within this block `owner.name` is `value`."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Within this block the attributes of `owner` that are named here have these values."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 def fake_tensors() -> Any:
@@ -218,9 +230,7 @@ def after_backward(function: Callable[[], None]) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
-def serve_store_on(
-    listener: socket.socket, patience: timedelta = timedelta(minutes=5)
-) -> dist.TCPStore:
+def serve_store_on(listener: socket.socket, patience: timedelta) -> dist.TCPStore:
     """Serve a key-value store on a socket that is bound already, so that two jobs never clash."""
     host, port = listener.getsockname()[:2]
     own: dict[str, Any] = {

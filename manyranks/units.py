@@ -1,4 +1,4 @@
-"""Reads numbers with units as people write them: "200Mbit", "5ms", "5GB/s"."""
+"""Reads and writes numbers with units, as people do: "200Mbit", "5ms", "5GB/s"."""
 
 import math
 import re
@@ -42,6 +42,14 @@ def bytes_per_second(text: str | int) -> float:
 def size(text: str | int) -> float:
     """Parse bytes such as "80GB"; raises EmulationError for other text."""
     return _parse(text, MEMORY, "size", "80GB (B, kB, MB, GB or TB)")
+
+
+def with_unit(value: float, unit: str) -> str:
+    """Return a number with its unit, such as "2.5 GFLOP/s" for 2.5e9."""
+    for prefix, one in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= one:
+            return f"{value / one:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
 
 
 def _parse(text, units, what, example, zero=False):

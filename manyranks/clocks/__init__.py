@@ -44,6 +44,7 @@ def enter(table: Table, rank: int) -> None:
     table.idents[slot] = threading.get_ident()
     local.clock = begin(table, slot, 0, needed=True)
     threads.patch()
+    group.Group.table = table
     torch_inside.make_groups_with(group.Group)
     torch_inside.wait_for_futures_with(group.wait_by_lock, group.All)
 

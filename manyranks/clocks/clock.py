@@ -30,6 +30,7 @@ class Local(threading.local):
     """What each thread has of its own."""
 
     clock: "Clock | None" = None
+    stream: Any = None  # the stream that the thread has chosen, where the device has streams
 
 
 local = Local()

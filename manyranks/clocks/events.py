@@ -207,11 +207,6 @@ def give_back(entry: Entry) -> None:
     process.table.dropped.append(entry)
 
 
-def sender_of(ticket: Ticket) -> int:
-    """Return the sender whose message a receive from any rank gets; ANY while none is chosen."""
-    return ticket.entry.first
-
-
 def count_received(sender: int, group: int, tag: int) -> None:
     """Count a message of `sender` that a receive from any rank has got.
 

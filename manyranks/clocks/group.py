@@ -258,8 +258,8 @@ class FromAny:
         """Begin all receives that are matched, in order; return how many are left."""
         with cls.lock:
             for receive in list(cls.unmatched):
-                sender = events.sender_of(receive.ticket)
-                if sender != ANY:
+                sender = receive.ticket.entry.first
+                if sender != ANY:  # Its message has been chosen.
                     receive.begin(sender)
                     cls.unmatched.remove(receive)
             return len(cls.unmatched)
@@ -393,11 +393,17 @@ class Group(torch_inside.InPlaceOfGloo):
     """A process group with clocks; torch makes it where a program asks for gloo."""
 
     number = 0  # This is the number of the group of all ranks.
+    table: Any = None  # the launch's, once `clocks.enter` has given clocks to this process
 
     def begin(self, of_some_ranks: bool) -> None:
         """Meet the other members in virtual time."""
         if of_some_ranks:
             self.number = events.join_new_group(self.options.group_name, self.members)
+
+    @property
+    def partners(self) -> list[int]:
+        """The members that join a collective: all of them."""
+        return self.members
 
     def getBackendName(self) -> str:
         """Return a name that C++ does not take for gloo itself; programs see "gloo"."""
@@ -435,12 +441,11 @@ class Group(torch_inside.InPlaceOfGloo):
 
         Gloo's `work` on it has begun. Members that name unlike roots never meet.
         """
-        table = process.table
-        duration = steps * table.step_takes(nbytes, self.members)
+        duration = steps * self.table.step_takes(nbytes, self.members)
 
         def join() -> Work:
             call = recording.note_call(name, tuple(self.members), steps * nbytes, duration)
-            ticket = events.join(self.number, self.members, duration, nbytes > 0, name + root)
+            ticket = events.join(self.number, self.partners, duration, nbytes > 0, name + root)
             return Work(work, ticket, call)
 
         return streams.at_its_start(join)
@@ -454,14 +459,14 @@ class Group(torch_inside.InPlaceOfGloo):
 
     def message(self, sending: bool, work: Any, tensors: list, peer: int, tag: int) -> Work:
         """Post a send or a receive, which gloo's `work` has begun."""
-        table = process.table
         nbytes = nbytes_of(tensors)
         rank = self.members[peer]
+        ranks = (self.table.rank, rank)
 
         def post() -> Work:
             name = "send" if sending else "receive"
-            duration = table.step_takes(nbytes, (table.rank, rank))
-            call = recording.note_call(name, (table.rank, rank), nbytes, duration)
+            duration = self.table.step_takes(nbytes, ranks)
+            call = recording.note_call(name, ranks, nbytes, duration)
             ticket = events.post(sending, nbytes, rank, self.number, tag)
             return Work(work, ticket, call)
 

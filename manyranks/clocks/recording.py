@@ -1,6 +1,6 @@
 """The recording of a rank's work in virtual time, which is kept where somebody asks for it.
 
-It says when the device computed, what was sent, and when the optimizers made their steps.
+It says when the device computed, and what was sent.
 """
 
 import sys
@@ -39,22 +39,14 @@ class Recording:
     """All that one rank did.
 
     `busy` has the spans (start, end) in which each stream computed; spans that touch are one.
-    `calls` has the messages and collectives, `steps` the moments of the optimizers' steps.
+    `calls` has the messages and collectives.
     """
 
     busy: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
 
 
-current: Recording | None = None  # A process has at most one.
-
-
-def begin() -> Recording:
-    """Record what this process does from now on, and return the recording."""
-    global current
-    current = Recording()
-    return current
+current: Recording | None = None  # Who wants a recording of this process puts one here.
 
 
 def note_operation(stream: int, start: int, end: int) -> None:

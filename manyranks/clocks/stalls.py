@@ -4,14 +4,13 @@ A deadlock is an error of all ranks. A thread that holds up all others for secon
 standard error.
 """
 
-import json
 import linecache
 import os
+import pickle
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,6 @@ MOST_LETTERS = 160  # A line of a program is cut after so many letters.
 PYTHON = os.path.dirname(os.path.abspath(threading.__file__))
 PACKAGES = os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__)))
 LIBRARIES = (PACKAGES, PYTHON, "<frozen", "<string>")  # beginnings of paths
-stands_for: int | None = None  # the rank as which this process runs, if not the table's
 
 
 class Line(NamedTuple):
@@ -58,12 +56,12 @@ def deadlock(clock: Any, what: Awaited) -> DeadlockError:
     The error names all ranks, what they wait for, since when, and where.
     """
     table = clock.table
-    own_wait = Wait(table.rank, what, clock.moment / 1e12, *line_of(sys._getframe()))
+    own_wait = Wait(table.names[table.rank], what, clock.moment / 1e12, *line_of(sys._getframe()))
     # If several threads of a rank wait, the main thread's wait is the one that is told.
     if not table.waits[table.rank] or clock.slot == table.own_threads()[0]:
         # Under the lock, nobody reads a wait that is half written.
         with table.lock:
-            table.waits[table.rank] = packed(own_wait)
+            table.waits[table.rank] = pickle.dumps(own_wait)
     waiting_ranks = table.waiting() // table.threads_per_rank
     end = real_clock() + GATHER_S
     while not all(table.waits[waiting_ranks]) and real_clock() < end:
@@ -71,25 +69,9 @@ def deadlock(clock: Any, what: Awaited) -> DeadlockError:
     # A rank that was told of the deadlock before may have ended by now, but its wait is still here.
     with table.lock:
         written = table.waits.tolist()
-    waits = [unpacked(text) for text in written if text]
-    returned = [rank for rank, text in enumerate(written) if not text]
-    return DeadlockError(message_of(waits, returned), waits, returned)
-
-
-def message_of(waits: Sequence[Wait], returned: Sequence[int]) -> str:
-    """Return what a deadlock says."""
-    return f"deadlock: {who_waits(waits, returned)}"
-
-
-def packed(wait: Wait) -> bytes:
-    """Return a wait as text that fits into the table."""
-    return json.dumps(astuple(wait), ensure_ascii=False).encode("utf-8", "replace")
-
-
-def unpacked(text: bytes) -> Wait:
-    """Return the wait that was packed."""
-    rank, (kind, ranks, name), *others = json.loads(text)
-    return Wait(rank, Awaited(kind, tuple(ranks), name), *others)
+    waits = [pickle.loads(text) for text in written if text]
+    returned = [name for name, text in zip(table.names, written, strict=True) if not text]
+    return DeadlockError(f"deadlock: {who_waits(waits, returned)}", waits, returned)
 
 
 def line_of_wait(wait: Wait) -> Line:
@@ -157,7 +139,7 @@ def report(table: Any, slot: int, reported: set[str]) -> None:
     line = "" if frame is None else str(line_of(frame))
     if line and line not in reported:
         reported.add(line)
-        rank = table.rank if stands_for is None else stands_for
+        rank = table.names[table.rank]
         print(
             f"virtual time stands still: rank {rank} holds up all others, {line}",
             file=sys.stderr,

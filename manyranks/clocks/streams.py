@@ -9,7 +9,6 @@ The host waits where it would for a GPU: for a value (`loss.item()`), for `synch
 barrier. Streams do not compete for the device's rate nor for its memory's bandwidth.
 """
 
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -29,15 +28,6 @@ process: Any = SimpleNamespace(
     every=[],  # all streams of this process
     stepping=False,  # whether an optimizer's step runs
 )
-
-
-class Local(threading.local):
-    """What each thread has of its own."""
-
-    stream: "Stream | None" = None
-
-
-local = Local()
 
 
 class Event:
@@ -122,18 +112,18 @@ def are_on() -> bool:
 
 def current(device: Any = None) -> Stream:
     """Return this thread's stream."""
-    return local.stream or process.default
+    return clock.local.stream or process.default
 
 
 @contextmanager
 def stream(chosen: Stream | None) -> Iterator[Stream | None]:
     """Send this thread's work to the `chosen` stream within this block; None changes nothing."""
-    before = local.stream
-    local.stream = chosen or before
+    before = clock.local.stream
+    clock.local.stream = chosen or before
     try:
         yield chosen
     finally:
-        local.stream = before
+        clock.local.stream = before
 
 
 def synchronize(device: Any = None) -> None:
@@ -190,22 +180,24 @@ def book(start: int, end: int) -> None:
     recording.note_operation(chosen.number, start, end)
 
 
+# These stand for the names of `torch.cpu` and of `torch.cuda`.
+FUNCTIONS: dict[str, Any] = {
+    "Stream": Stream,
+    "Event": Event,
+    "current_stream": current,
+    "stream": stream,
+    "StreamContext": stream,
+    "synchronize": synchronize,
+}
+
+
 @contextmanager
 def installed() -> Iterator[None]:
     """Give the device of this process streams, which `torch.cpu` hands out, within this block."""
     process.every.clear()
     process.default = Stream()
     with ExitStack() as stack:
-        replacements = {
-            "Stream": Stream,
-            "Event": Event,
-            "current_stream": current,
-            "stream": stream,
-            "StreamContext": stream,
-            "synchronize": synchronize,
-        }
-        for name, replacement in replacements.items():
-            stack.enter_context(torch_inside.replaced(torch.cpu, name, replacement))
+        stack.enter_context(torch_inside.replaced(torch.cpu, **FUNCTIONS))
         # No operation of torch shows that these two methods are called.
         for name in ("tolist", "numpy"):
             stack.enter_context(torch_inside.around(torch.Tensor, name, after_waiting))

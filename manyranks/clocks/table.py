@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import linux
 from ..memory import open_memory
 
 FOREVER = 1 << 62  # this moment never comes
@@ -35,7 +36,7 @@ MESSAGE, COLLECTIVE, NEW_GROUP, FROM_ANY = range(4)
 ANY = -1  # the sender of a message to a receive from any rank, until one has come
 MOST_GROUPS = 1024
 # What a rank waits for in a deadlock takes at most so many bytes, and more for each rank it names.
-WAIT_BYTES = 1024
+WAIT_BYTES = 2048
 RANK_BYTES = 6
 LOOK_AGAIN_NS = 200_000_000  # a thread that waits looks at the table this often
 POLL_S = 0.0005  # where no other process can wake a thread, it looks this often
@@ -127,16 +128,14 @@ class Table:
         hosts: list[int],
         bits_per_second: float = math.inf,
         latency: float = 0.0,
-        descriptor: int | None = None,
         inside_bits_per_second: float = math.inf,
+        descriptor: int | None = None,
     ):
         self.hosts = hosts
-        self.inside_bits_per_second = inside_bits_per_second
-        self.bits_per_second = bits_per_second
+        self.links = (bits_per_second, latency, inside_bits_per_second)
         # These are not rounded.
         self.picoseconds_per_byte = 8e12 / bits_per_second
         self.picoseconds_per_byte_inside = 8e12 / inside_bits_per_second
-        self.latency_s = latency
         self.latency = round(latency * 1e12)
         self.ranks = len(hosts)
         # Few ranks may have many threads each: the arbiter looks at all places.
@@ -146,6 +145,7 @@ class Table:
         self.lay_out()
         self.lock = Lock(self.file)
         self.rank = 0  # until `clocks.enter` says which one this process is
+        self.names = list(range(self.ranks))  # the numbers by which messages name the ranks
         self.idents: dict[int, int] = {}  # Python's numbers of this process's threads, by slot
         # This process has read these entries; the table learns that in `arbiter.find`.
         self.dropped: list[Entry] = []
@@ -197,13 +197,7 @@ class Table:
         self.members[0][:] = [1] * self.ranks
 
     def __reduce__(self):
-        return type(self), (
-            self.hosts,
-            self.bits_per_second,
-            self.latency_s,
-            self.file.fileno(),
-            self.inside_bits_per_second,
-        )
+        return type(self), (self.hosts, *self.links, self.file.fileno())
 
     def on_one_host(self, ranks: Any) -> bool:
         """Return whether these ranks share a host."""
@@ -213,11 +207,7 @@ class Table:
         """Return the picoseconds of a message of `nbytes` between these ranks, alone on its way."""
         if self.on_one_host(ranks):
             return round(nbytes * self.picoseconds_per_byte_inside)
-        return self.latency + self.bytes_take(nbytes)
-
-    def bytes_take(self, nbytes: float) -> int:
-        """Return the picoseconds of `nbytes` on a link between hosts."""
-        return round(nbytes * self.picoseconds_per_byte)
+        return self.latency + round(nbytes * self.picoseconds_per_byte)
 
     def own_threads(self) -> range:
         """Return the slots of this rank's places, which are indices in `places`."""
@@ -281,4 +271,4 @@ class Lock:
 # Linux numbers its system calls by the processor; elsewhere threads poll.
 FUTEX_NUMBERS = {"x86_64": 202, "aarch64": 98}
 SYS_FUTEX = FUTEX_NUMBERS.get(os.uname().machine) if sys.platform == "linux" else None
-libc = None if SYS_FUTEX is None else ctypes.CDLL(None, use_errno=True)
+libc = None if SYS_FUTEX is None else linux.libc()

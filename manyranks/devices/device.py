@@ -85,8 +85,8 @@ class Device:
             self.memory = units.bytes_per_second(memory)
 
     def __str__(self):
-        memory = f", memory of {with_unit(self.memory, 'B/s')}" if self.memory else ""
-        plain = f"{with_unit(self.rate, 'FLOP/s')}{memory}"
+        memory = f", memory of {units.with_unit(self.memory, 'B/s')}" if self.memory else ""
+        plain = f"{units.with_unit(self.rate, 'FLOP/s')}{memory}"
         return f"{self.name} ({plain})" if self.name else plain
 
     def __repr__(self):
@@ -142,11 +142,3 @@ def for_ranks(device: Any, world_size: int) -> list[Device]:
             f"{len(devices)} devices for {world_size} ranks; give one for all, or one for each"
         )
     return devices
-
-
-def with_unit(value: float, unit: str) -> str:
-    """Return a number with its unit, such as "2.5 GFLOP/s" for 2.5e9."""
-    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g} {prefix}{unit}"
-    return f"{value:.3g} {unit}"

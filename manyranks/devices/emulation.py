@@ -25,11 +25,10 @@ from .. import clocks
 from ..clocks import recording, streams
 from ..errors import EmulationError
 from ..torch_inside import (
-    TorchDispatchMode,
+    OperationMode,
     around,
     code_of,
     dispatch_modes,
-    is_wrapper,
     tensors_in,
 )
 from . import roofline
@@ -77,7 +76,6 @@ class Emulation:
         self.busy: dict[int, float] = defaultdict(float)
         self.home = WeakKeyDictionary()  # the device numbers of storages that are not on device 0
         self.flops = 0.0
-        self.copied = 0.0  # bytes between devices
 
     def __enter__(self):
         if Emulation.current is not None:
@@ -190,7 +188,6 @@ class Emulation:
                 for listener in listeners:
                     spans.enter_context(listener("copy"))
                 self.reach(self.moment() + round(seconds * 1e12))
-        self.copied += nbytes
 
     def on_its_device(self, run: Callable, work: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `work`: the call of a module, or the backward pass from some tensors.
@@ -209,7 +206,7 @@ class Emulation:
         return self.home.get(tensor.untyped_storage(), 0)
 
 
-class OnDevice(TorchDispatchMode):
+class OnDevice(OperationMode):
     """Hands every operation of this thread to emulated device `number`."""
 
     def __init__(self, emulation, number):
@@ -217,16 +214,14 @@ class OnDevice(TorchDispatchMode):
         self.emulation = emulation
         self.number = number
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # A DTensor's operation comes again, with this rank's own part.
-        if any(map(is_wrapper, types)):
-            return NotImplemented
-        code = code_of(func)
+    def perform(self, operation: Any, args: tuple, kwargs: dict) -> Any:
+        """Perform an operation on the emulated device."""
+        code = code_of(operation)
         if code is not None:
             # The operations that this code calls are performed one by one.
             with self:
-                return code(*args, **(kwargs or {}))
-        return self.emulation.perform(self.number, func, args, kwargs or {})
+                return code(*args, **kwargs)
+        return self.emulation.perform(self.number, operation, args, kwargs)
 
 
 TO_COPY = torch.ops.aten._to_copy.default

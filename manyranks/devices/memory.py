@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +31,8 @@ class Memory:
 
     current: "Memory | None" = None  # A process counts at most once.
 
-    def __init__(self, capacity: float | None = None):
-        self.capacity = capacity
+    def __init__(self, capacity: float | None):
+        self.capacity = capacity or math.inf
         self.live = 0
         self.peak = 0
         self.collect_beyond = 0.0
@@ -42,19 +43,16 @@ class Memory:
         """Count the new storages of tensors; raises OutOfMemoryError beyond the capacity."""
         for tensor in tensors_in(*operands):
             storage = tensor.untyped_storage()
+            key = id(storage)
             # A model that is built on torch's device "meta" takes no memory until it is moved.
-            if id(storage) not in self.sizes and tensor.device.type != "meta":
-                self.references[id(storage)] = weakref.ref(storage, self.forget(id(storage)))
-                self.count(id(storage), storage.nbytes())
+            if key not in self.sizes and tensor.device.type != "meta":
+                self.references[key] = weakref.ref(storage, partial(self.forget, key))
+                self.count(key, storage.nbytes())
 
-    def forget(self, key: int) -> Callable:
-        """Return the function that is called when a storage is freed."""
-
-        def freed(_: Any) -> None:
-            self.live -= self.sizes.pop(key)
-            del self.references[key]
-
-        return freed
+    def forget(self, key: int, _: Any) -> None:
+        """Count a storage no more, since it was freed."""
+        self.live -= self.sizes.pop(key)
+        del self.references[key]
 
     def count(self, key: int, nbytes: int) -> None:
         """Note how many bytes a storage takes now; raises OutOfMemoryError beyond the capacity."""
@@ -63,10 +61,8 @@ class Memory:
         self.sizes[key] = whole
         if self.live > self.collect_beyond:
             gc.collect()
-            self.collect_beyond = GARBAGE * self.live
-            if self.capacity is not None:
-                self.collect_beyond = min(self.collect_beyond, self.capacity)
-        if self.capacity is not None and self.live > self.capacity:
+            self.collect_beyond = min(GARBAGE * self.live, self.capacity)
+        if self.live > self.capacity:
             needed = self.live
             self.live -= whole
             self.sizes[key] = 0

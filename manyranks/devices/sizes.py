@@ -24,7 +24,7 @@ from .. import torch_inside
 from ..clocks import stalls
 from ..clocks.stalls import line_of
 from ..errors import NoValueError
-from ..torch_inside import TorchDispatchMode, around, is_wrapper, replaced
+from ..torch_inside import OperationMode, around, replaced
 from .memory import Memory
 
 # Tensors of these types keep their values, as long as they follow from nothing that has none. Such
@@ -52,22 +52,20 @@ FIXED_SIZE = (
 )
 
 
-class Counted(TorchDispatchMode):
+class Counted(OperationMode):
     """Counts the memory of all tensors that operations of this thread make."""
 
     def __init__(self, memory: Memory):
         super().__init__()
         self.memory = memory
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # A DTensor's operation comes again, with this rank's own part.
-        if any(map(is_wrapper, types)):
-            return NotImplemented
-        result = self.perform(func, args, kwargs or {})
+    def perform(self, operation: Any, args: tuple, kwargs: dict) -> Any:
+        """Return the operation's result, and count its memory."""
+        result = self.result_of(operation, args, kwargs)
         self.memory.note(result)
         return result
 
-    def perform(self, operation: Any, args: tuple, kwargs: dict) -> Any:
+    def result_of(self, operation: Any, args: tuple, kwargs: dict) -> Any:
         """Return the operation's result."""
         return operation(*args, **kwargs)
 
@@ -86,7 +84,7 @@ class SizesOnly(Counted):
         self.active = True
         self.works = WeakKeyDictionary()  # the works that nobody has waited for, by their storages
 
-    def perform(self, operation: Any, args: tuple, kwargs: dict) -> Any:
+    def result_of(self, operation: Any, args: tuple, kwargs: dict) -> Any:
         """Return the operation's result, or an answer; raises NoValueError for other questions."""
         if not self.active or is_of_whole_numbers(operation, args, kwargs):
             with torch_inside.no_fake_tensors():
@@ -171,7 +169,7 @@ def sizes_only(capacity: float | None, answer: float | None) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(memory.counting())
         # A rank may be busy for long, and virtual time stands still meanwhile.
-        stack.enter_context(replaced(stalls, "PATIENCE_S", 60.0))
+        stack.enter_context(replaced(stalls, PATIENCE_S=60.0))
         stack.enter_context(torch_inside.fake_tensors())
         for name in OBJECTS:
             for owner in (dist, dist.distributed_c10d):
@@ -183,7 +181,7 @@ def sizes_only(capacity: float | None, answer: float | None) -> Iterator[None]:
         stack.enter_context(around(torch.Tensor, "numpy", mode.numpy))
         stack.enter_context(around(torch, "save", save_sizes))
         stack.enter_context(mode)
-        stack.enter_context(replaced(SizesOnly, "current", mode))
+        stack.enter_context(replaced(SizesOnly, current=mode))
         yield
 
 

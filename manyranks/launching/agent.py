@@ -21,6 +21,7 @@ from ..errors import LaunchError
 from .environment import preloading_environment, server_command, surroundings
 from .protocol import (
     AgentStarted,
+    Duty,
     LaunchFiles,
     Meeting,
     RankExited,
@@ -132,17 +133,14 @@ def start_ranks(
     ranks_by_pid = {}
     for number in range(setting.world_size):
         _, descriptors, _, _ = socket.recv_fds(connection, 1, len(RankFiles._fields))
-        rank_files = RankFiles(*descriptors)
+        duty = Duty(setting, number, meeting, files, RankFiles(*descriptors))
         try:
-            if setting.start == "fork":
-                pid = os.fork()
-            else:
-                pid = start_anew(setting, number, meeting, files, rank_files)
+            pid = os.fork() if setting.start == "fork" else start_anew(duty)
         except BlockingIOError:
             raise LaunchError(f"rank {number} cannot be started: {linux.PROCESS_LIMIT}") from None
         if pid == 0:
             connection.close()
-            be_rank(setting, number, meeting, files, rank_files)
+            be_rank(duty)
         ranks_by_pid[pid] = number
         # No other rank may inherit these files.
         for descriptor in descriptors:
@@ -150,18 +148,16 @@ def start_ranks(
     return ranks_by_pid
 
 
-def start_anew(
-    setting: Setting, number: int, meeting: Meeting, files: LaunchFiles, rank_files: RankFiles
-) -> int:
+def start_anew(duty: Duty) -> int:
     """Start one rank in a new process, which inherits its open files; return its process id."""
     # An agent that forks its ranks need not load these.
     from ..memory import open_memory
     from .pickling import dumps
 
-    for descriptor in (files.call, files.recorder, *rank_files):
+    for descriptor in (duty.launch_files.call, duty.launch_files.recorder, *duty.files):
         os.set_inheritable(descriptor, True)
     # The end of server.py reads these two pickles, and calls `be_rank`.
-    content = pickle.dumps(surroundings()) + dumps((setting, number, meeting, files, rank_files))
+    content = pickle.dumps(surroundings()) + dumps(duty)
     with open_memory("rank", content) as file:
         stdin = (os.POSIX_SPAWN_DUP2, file.fileno(), 0)
         environment = preloading_environment()
@@ -169,9 +165,7 @@ def start_anew(
         return os.posix_spawn(sys.executable, command, environment, file_actions=[stdin])
 
 
-def be_rank(
-    setting: Setting, number: int, meeting: Meeting, files: LaunchFiles, rank_files: RankFiles
-) -> None:
+def be_rank(duty: Duty) -> None:
     """Run one rank until its last thread has ended, and end the process.
 
     So gloo's threads are not torn down.
@@ -180,8 +174,8 @@ def be_rank(
 
     code = 1
     try:
-        linux.die_with_parent(meeting.agent)
-        Rank(setting, number, meeting, files, rank_files).run()
+        linux.die_with_parent(duty.meeting.agent)
+        Rank(*duty).run()
         # This waits for threads that are no daemons, as the end of any Python process does.
         threading._shutdown()  # type: ignore[attr-defined]
         # The function may have closed or replaced the stream.

@@ -1,13 +1,12 @@
 """`launch`: call a function on K ranks, and get back one result for each.
 
-This module checks the request and packs the call; `local` starts the ranks, and `watch` waits for
-their end.
+This module packs the call, and `setting` checks the request. `local` starts the ranks, and `watch`
+waits for their end.
 """
 
 import difflib
 import inspect
 import linecache
-import operator
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from typing import IO, Any, TypeVar
 
 from ..clocks.clock import in_real_time
 from ..devices.device import Device
-from ..errors import LaunchError, ManyranksError
+from ..errors import ManyranksError
 from ..memory import open_memory
 from . import pickling
 from .protocol import EmulatedLink, Progress
@@ -27,7 +26,6 @@ T = TypeVar("T")  # what the function returns
 DEFAULT_RANKS = 4
 # These errors are for the caller, who sees them without the launcher's own frames.
 EXPECTED = (ManyranksError, ValueError, TypeError, KeyboardInterrupt)
-LONGEST_TIMEOUT = 1e7  # No launch may take more seconds.
 
 
 def launch(
@@ -62,14 +60,9 @@ def launch(
         check_arguments(fn, args, kwargs, world_size)
         if world_size is None:
             world_size = DEFAULT_RANKS
-        world_size = check_request(world_size, device, timeout, link)
-        if answer is not None and not sizes_only:
-            raise ValueError(
-                f"answer is {answer!r}, but there are values: it needs sizes_only=True"
-            )
         with pack_call(fn, args, kwargs) as call:
             setting = describe_launch(
-                world_size, device, timeout, link, progress, sizes_only, answer, call
+                call, world_size, device, timeout, link, progress, sizes_only, answer
             )
             # A launch within a rank whose time is virtual takes none.
             return in_real_time(lambda: Launch(setting).run(call))
@@ -116,39 +109,6 @@ def plain(error: Any) -> BaseException:
         line += f": {error}"
     error._render_traceback_ = partial(list, [line])
     return error.with_traceback(None)
-
-
-def check_request(world_size: Any, device: Any, timeout: Any, link: Any) -> int:
-    """Return the world size as an int, once the arguments are of the right kind.
-
-    Raises ValueError, with what was expected, if one is not.
-    """
-    if sys.platform == "win32":
-        raise LaunchError("ranks need Linux or macOS: on Windows start this Python in WSL 2")
-    try:
-        number = operator.index(world_size)
-    except TypeError:
-        raise ValueError(
-            f"world size is {world_size!r}; it must be a whole number, such as 4"
-        ) from None
-    if number < 1:
-        raise ValueError(f"world size is {number}; it must be 1 or more")
-    if not isinstance(timeout, (int, float)) or not 0 < timeout <= LONGEST_TIMEOUT:
-        raise ValueError(
-            f"timeout is {timeout!r}; it must be a positive number of seconds, at most"
-            f" {LONGEST_TIMEOUT:g}"
-        )
-    for name, value in (("link", link), ("device", device)):
-        if isinstance(value, type):
-            raise ValueError(
-                f"{name} is the class {value.__name__}; it must be one made of it:"
-                f" {value.__name__}(…)"
-            )
-    if link is not None and not hasattr(link, "prepare"):
-        raise ValueError(
-            f"link is {link!r}; it must be a Link, such as Link(bandwidth={str(link)!r}), or None"
-        )
-    return number
 
 
 def pack_call(fn: Callable, args: tuple, kwargs: dict) -> IO[bytes]:

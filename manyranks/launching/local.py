@@ -218,14 +218,11 @@ def answer_of(rank: int, packed: bytes) -> Returned | Raised:
     """Return the answer of a rank, which is `packed` in its file."""
     now = time.monotonic()
     try:
-        kind, value = pickle.loads(packed)
+        answer = pickle.loads(packed)
     except Exception as error:
         message = f"its result cannot be read here: {type(error).__name__}: {error}"
         return Raised(Failure(rank, "TypeError", message, time=now), now)
-    if kind == "result":
-        result, model = value
-        return Returned(rank, result, model)
-    return Raised(Failure(rank, **value), now)
+    return Raised(answer, now) if isinstance(answer, Failure) else answer
 
 
 def kill_marked(mark: str) -> None:

@@ -1,6 +1,5 @@
 """The cell magic `%%ranks`: run a notebook cell on every rank."""
 
-import linecache
 from collections import defaultdict
 from typing import Any
 from zlib import crc32
@@ -9,8 +8,9 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
+from ..memory import remember_source
 from .cell import PROVIDED, compile_cell, run_cell, used_names
-from .launch import DEFAULT_RANKS, EXPECTED, check_request, pack_call, plain
+from .launch import DEFAULT_RANKS, EXPECTED, pack_call, plain
 from .protocol import Setting
 from .setting import describe_launch
 from .watch import Launch
@@ -74,14 +74,13 @@ class RanksMagic(Magics):
         pull = [name.strip() for name in options.pull.split(",") if name.strip()]
         # Tracebacks find the cell's lines by this name, which no other cell has.
         filename = f"<ranks {crc32(cell.encode()):08x}>"
-        linecache.cache[filename] = (len(cell), None, cell.splitlines(True), filename)
+        remember_source(filename, cell)
         # A syntax error is shown before anything starts.
         compile_cell(cell, filename)
         sent = used_names(cell) - NOT_SENT
         given = {name: value for name, value in self.shell.user_ns.items() if name in sent}
-        world_size = check_request(options.world_size, options.device, options.timeout, None)
         with pack_call(run_cell, (cell, filename, pull), given) as call:
-            setting = describe_launch(world_size, options.device, options.timeout, call=call)
+            setting = describe_launch(call, options.world_size, options.device, options.timeout)
             pulled, *_ = RankByRank(setting).run(call)
         self.shell.push(pulled)
         for name in pull:

@@ -107,6 +107,16 @@ class RankFiles(NamedTuple):
     answer: int
 
 
+class Duty(NamedTuple):
+    """All that one rank must know, however its process begins."""
+
+    setting: Setting
+    number: int
+    meeting: Meeting
+    launch_files: LaunchFiles
+    files: RankFiles
+
+
 @dataclass(frozen=True)
 class AgentStarted:
     """The agent runs; its process id is also the number of its process group."""

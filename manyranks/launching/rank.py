@@ -1,7 +1,6 @@
 """What happens inside a rank: from the fork to the caller's function, and back."""
 
 import faulthandler
-import linecache
 import mmap
 import os
 import pickle
@@ -12,7 +11,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,10 +21,12 @@ import torch.distributed as dist
 
 from .. import clocks, flight_recorder, linux, own_code
 from ..devices.placement import settle_on
-from ..errors import DeadlockError, LaunchError
+from ..errors import DeadlockError, Failure, LaunchError
+from ..memory import remember_source
 from ..torch_inside import after_each_group, serve_store_on
+from .decision import Returned
 from .pickling import CellPickler
-from .protocol import Answered, LaunchFiles, Meeting, RankFiles, Setting, Started, send
+from .protocol import Answered, Duty, Setting, Started, send
 from .steps import Steps
 
 TORCH = str(Path(torch.__file__).parent)
@@ -44,15 +44,8 @@ PEER_LOST = ("Connection closed by peer", "Connection reset", "Broken pipe", "re
 UNKNOWN_USER = -1  # This stands in `linux.users_connected` for a far end that it does not find.
 
 
-@dataclass
-class Rank:
+class Rank(Duty):
     """One rank of a launch: it calls the caller's function in a process of its own."""
-
-    setting: Setting
-    number: int
-    meeting: Meeting
-    launch_files: LaunchFiles
-    files: RankFiles
 
     def run(self) -> None:
         """Move to this rank's place in the network, call the function, answer, and wait.
@@ -79,7 +72,7 @@ class Rank:
             # gloo's threads are not torn down: they end with this process.
             dist.destroy_process_group()
 
-    def join_and_call(self) -> tuple[Any, float | None]:
+    def join_and_call(self) -> Returned:
         """Join the other ranks, and call the function.
 
         An error before the call is reported as one of the function.
@@ -89,20 +82,16 @@ class Rank:
         redirect_output(self.files.out, self.files.err)
         return self.call_function()
 
-    def call_function(self) -> tuple[Any, float | None]:
-        """Call the function that the caller has packed.
-
-        Return the function's result, and the answer of `Steps.unconnected_model`.
-        """
+    def call_function(self) -> Returned:
+        """Call the function that the caller has packed, and return what it has returned."""
         with mmap.mmap(self.launch_files.call, 0, access=mmap.ACCESS_READ) as packed:
             cells, function, args, kwargs = pickle.loads(packed)
-        # Tracebacks show the lines of cells.
         for name, text in cells.items():
-            linecache.cache[name] = (len(text), None, text.splitlines(True), name)
+            remember_source(name, text)
         with clocks.calling(), self.emulation():
             result = function(*args, **kwargs)
         model = None if self.setting.sizes_only else self.steps.unconnected_model()
-        return result, model
+        return Returned(self.number, result, model)
 
     @contextmanager
     def emulation(self) -> Iterator[None]:
@@ -127,15 +116,13 @@ class Rank:
         A child that the function has forked, and that comes back from the function, ends here.
         """
         own_pid = os.getpid()
-        value: tuple | dict
+        answer: Any
         try:
-            value = self.join_and_call()
-            kind = "result"
+            answer = self.join_and_call()
         except BaseException as error:
             if os.getpid() != own_pid and not isinstance(error, SystemExit):
                 traceback.print_exc()
-            value = describe(error)
-            kind = "failed"
+            answer = failure_of(self.number, error)
         for stream in (sys.stdout, sys.stderr):
             # The function may have closed or replaced the stream.
             with suppress(Exception):
@@ -143,10 +130,10 @@ class Rank:
         if os.getpid() != own_pid:
             os._exit(0)
         try:
-            pack(kind, value, self.files.answer)
+            pack(answer, self.files.answer)
         except BaseException as error:  # A result's own __reduce__ may raise anything.
-            result, _ = value
-            pack("failed", describe(refusal_of(result, error)), self.files.answer)
+            refusal = refusal_of(answer.result, error)
+            pack(failure_of(self.number, refusal), self.files.answer)
         send(self.files.report, Answered())
 
     def join_group(self) -> None:
@@ -251,12 +238,12 @@ def refusal_of(result: Any, error: BaseException) -> TypeError:
     )
 
 
-def pack(kind: str, value: Any, descriptor: int) -> None:
-    """Replace the content of an open file by an answer, of the kind "result" or "failed"."""
+def pack(answer: Returned | Failure, descriptor: int) -> None:
+    """Replace the content of an open file by a rank's answer."""
     with open(descriptor, "wb", closefd=False) as file:
         file.seek(0)
         file.truncate()
-        AnswerPickler(file, protocol=5).dump((kind, value))
+        AnswerPickler(file, protocol=5).dump(answer)
 
 
 class AnswerPickler(CellPickler):
@@ -268,8 +255,8 @@ class AnswerPickler(CellPickler):
         return super().reducer_override(obj)
 
 
-def describe(error: BaseException) -> dict:
-    """Return an exception as the fields of a Failure, with a traceback from the function on."""
+def failure_of(rank: int, error: BaseException) -> Failure:
+    """Return an exception as a rank's failure, with a traceback from the function on."""
     now = time.monotonic()
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in own_code.CALLING:
@@ -288,15 +275,15 @@ def describe(error: BaseException) -> dict:
         )
     if any(words in message for words in NO_MORE_THREADS):
         message += f" ({linux.PROCESS_LIMIT})"
-    waits = error.waits if isinstance(error, DeadlockError) else []
-    return {
-        "type_name": type(error).__name__,
-        "message": message,
-        "traceback": "".join(traceback.format_exception(type(error), error, frames)),
-        "time": now,
-        "consequence": is_broken_connection(error, message),
-        "waits": waits,
-    }
+    return Failure(
+        rank,
+        type(error).__name__,
+        message,
+        traceback="".join(traceback.format_exception(type(error), error, frames)),
+        time=now,
+        consequence=is_broken_connection(error, message),
+        waits=error.waits if isinstance(error, DeadlockError) else [],
+    )
 
 
 def words_of(error: BaseException) -> str:

@@ -251,4 +251,4 @@ if __name__ == "__main__":
         # Processes that wait for this end need not wait until torch is torn down.
         os._exit(0)
     take_over(pickle.load(sys.stdin.buffer))
-    importlib.import_module(AGENT).be_rank(*pickle.load(sys.stdin.buffer))
+    importlib.import_module(AGENT).be_rank(pickle.load(sys.stdin.buffer))

@@ -1,9 +1,11 @@
 """Derives the setting of a launch, which its agent and its ranks must know, from the request."""
 
+import operator
 import os
+import resource
 import sys
 from collections.abc import Sequence
-from typing import IO
+from typing import IO, Any
 
 from .. import this_torch
 from ..devices.device import Device, for_ranks
@@ -12,6 +14,7 @@ from ..errors import EmulationError
 from ..linux import free_memory, usable_cores
 from .protocol import EmulatedLink, Progress, Setting
 
+LONGEST_TIMEOUT = 1e7  # No launch may take more seconds.
 MIB = 1 << 20
 # An idle CPU rank with a small model was measured to have 13 to 60 MiB of its own.
 RANK_MEMORY = 64 * MIB
@@ -54,6 +57,7 @@ def choice_of(variable: str, usual: str, choices: list[str]) -> str:
 
 
 def describe_launch(
+    call: IO[bytes],
     world_size: int,
     device: str | Device | Sequence[Device],
     timeout: float,
@@ -61,18 +65,19 @@ def describe_launch(
     progress: Progress = False,
     sizes_only: bool = False,
     answer: float | None = None,
-    call: IO[bytes] | None = None,
 ) -> Setting:
     """Return the setting that follows from the request for a launch.
 
-    Raises ValueError if this machine cannot hold `world_size` ranks, each with the arguments of the
-    packed `call`.
+    Raises ValueError if an argument is wrong, or if this machine cannot hold `world_size` ranks,
+    each with the arguments of the packed `call`.
     """
     this_torch.say_once()
-    argument_bytes = os.fstat(call.fileno()).st_size if call else 0
+    world_size = check_request(world_size, device, timeout, link)
+    if answer is not None and not sizes_only:
+        raise ValueError(f"answer is {answer!r}, but there are values: it needs sizes_only=True")
     gpus = usable_gpus() if isinstance(device, str) and device != "cpu" else 0
     # This comes first, as a list of a billion ranks takes long.
-    check_world_size(world_size, argument_bytes, on_gpus=gpus > 0)
+    check_world_size(world_size, os.fstat(call.fileno()).st_size, on_gpus=gpus > 0)
     emulated = for_ranks(device, world_size) if isinstance(device, (Device, list, tuple)) else None
     backend, devices = placement("cpu" if emulated or sizes_only else str(device), world_size)
     if gpus:
@@ -94,6 +99,37 @@ def describe_launch(
         answer=answer,
         computes=bool(emulated or progress or sizes_only),
     )
+
+
+def check_request(world_size: Any, device: Any, timeout: Any, link: Any) -> int:
+    """Return the world size as an int, once the arguments are of the right kind.
+
+    Raises ValueError, with what was expected, if one is not.
+    """
+    try:
+        number = operator.index(world_size)
+    except TypeError:
+        raise ValueError(
+            f"world size is {world_size!r}; it must be a whole number, such as 4"
+        ) from None
+    if number < 1:
+        raise ValueError(f"world size is {number}; it must be 1 or more")
+    if not isinstance(timeout, (int, float)) or not 0 < timeout <= LONGEST_TIMEOUT:
+        raise ValueError(
+            f"timeout is {timeout!r}; it must be a positive number of seconds, at most"
+            f" {LONGEST_TIMEOUT:g}"
+        )
+    for name, value in (("link", link), ("device", device)):
+        if isinstance(value, type):
+            raise ValueError(
+                f"{name} is the class {value.__name__}; it must be one made of it:"
+                f" {value.__name__}(…)"
+            )
+    if link is not None and not hasattr(link, "prepare"):
+        raise ValueError(
+            f"link is {link!r}; it must be a Link, such as Link(bandwidth={str(link)!r}), or None"
+        )
+    return number
 
 
 def check_link(link: EmulatedLink, world_size: int, backend: str, sizes_only: bool) -> None:
@@ -143,8 +179,6 @@ def check_world_size(world_size: int, argument_bytes: int, on_gpus: bool = False
 
 def free_files() -> int:
     """Return how many more files this process may open."""
-    import resource  # Windows lacks this module, and `check_request` refuses it.
-
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return sys.maxsize

@@ -60,7 +60,7 @@ class VirtualTime:
     def __init__(
         self, hosts: list[int], bits_per_second: float, latency: float, inside: float = math.inf
     ):
-        self.table = Table(hosts, bits_per_second, latency, inside_bits_per_second=inside)
+        self.table = Table(hosts, bits_per_second, latency, inside)
         self.master_address = linux.loopback()
 
     def enter(self, rank: int) -> None:

@@ -10,6 +10,7 @@ import json
 import random
 import tempfile
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,9 @@ def every_order(fn: Callable, *args: Any, world_size: int = 3, **kwargs: Any) ->
     proves less. An error of `fn` itself is raised, as `launch` does.
     """
     events, results = run([None], world_size, fn, args, kwargs)
-    doubts = sorted({f"{event.text} ({event.lines[0]})" for event in events if is_doubt(event)})
+    doubts = sorted(
+        {f"{event.text} ({event.lines[0]})" for event in events if event.kind == "doubt"}
+    )
     if not doubts or faults_in(events):
         return judge(events, results, 1, f"right in every order: {PROOF}")
     # The order without delays comes again: results that differ then depend on no order.
@@ -53,11 +56,6 @@ def every_order(fn: Callable, *args: Any, world_size: int = 3, **kwargs: Any) ->
         f" cannot tell, because {'; '.join(doubts)}"
     )
     return judge(drawn_events, results + drawn_results, runs, proof, alike=3)
-
-
-def is_doubt(event: Event) -> bool:
-    """Return whether an event says that one run proves nothing."""
-    return event.kind == "doubt"
 
 
 def run(
@@ -89,16 +87,11 @@ def run(
     events = [read_event(line) for line in lines]
     if isinstance(failure, DeadlockError):
         events += stops_in(failure)
-    events.sort(key=order_of_event)
+    events.sort(key=attrgetter("moment", "rank", "kind", "text"))
     if failure and not faults_in(events):
         raise failure
     # The results come by rank, and are returned by seed.
     return events, list(zip(*results, strict=True))
-
-
-def order_of_event(event: Event) -> tuple:
-    """Return what events are sorted by."""
-    return event.moment, event.rank, event.kind, event.text
 
 
 def read_event(text: str) -> Event:

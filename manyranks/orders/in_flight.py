@@ -40,9 +40,8 @@ from ..devices import roofline
 from ..errors import Awaited
 from ..own_code import folders
 from ..torch_inside import (
-    TorchDispatchMode,
+    OperationMode,
     around,
-    is_wrapper,
     parts_of,
     replaced,
     tensors_in,
@@ -121,7 +120,7 @@ class Flight(NamedTuple):
     line: Line
 
 
-class Watch(TorchDispatchMode, ContextDecorator):
+class Watch(OperationMode, ContextDecorator):
     """The watch over what is on its way in this rank.
 
     torch shows it every operation of a thread that has entered it. It writes each event as a line
@@ -141,22 +140,18 @@ class Watch(TorchDispatchMode, ContextDecorator):
         self.early: Any = 2  # the number that a buffer which receives holds until the wait
         self.skew_s: float | None = None  # by how much clocks go ahead; None for right clocks
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def perform(self, operation: Any, args: tuple, kwargs: dict) -> Any:
         """Compare an operation's operands with what is on its way, and perform it."""
-        kwargs = kwargs or {}
-        # torch then calls this with the tensors inside the wrapper.
-        if any(is_wrapper(kind) for kind in types):
-            return NotImplemented
         # A thread without a clock is the transport's own.
-        if self.flights and own() is not None and touches_memory(func):
-            parameters = func._schema.arguments
+        if self.flights and own() is not None and touches_memory(operation):
+            parameters = operation._schema.arguments
             names = [parameter.name for parameter in parameters]
             # There may be fewer arguments than parameters, as some parameters have defaults.
             operands = kwargs | dict(zip(names, args, strict=False))
             for parameter in parameters:
                 for tensor in tensors_in(operands.get(parameter.name)):
-                    self.touched(tensor, parameter.is_write, func.overloadpacket.__name__)
-        return func(*args, **kwargs)
+                    self.touched(tensor, parameter.is_write, operation.overloadpacket.__name__)
+        return operation(*args, **kwargs)
 
     def tell(self, kind: str, text: str, *lines: Line, what: Awaited | None = None) -> None:
         """Log an event of this rank, in one `write`, as all ranks append to one file."""
@@ -467,5 +462,5 @@ def watching(watch: Watch) -> Iterator[None]:
         for hook in hooks:
             stack.enter_context(around(*hook))
         stack.enter_context(watch)
-        stack.enter_context(replaced(audit, "watch", watch))
+        stack.enter_context(replaced(audit, watch=watch))
         yield

@@ -140,30 +140,17 @@ def answers(device: Any, local_rank: int, per_host: int) -> dict[str, Any]:
     return functions
 
 
-STREAMS = {
-    "Stream": streams.Stream,
-    "Event": streams.Event,
-    "current_stream": streams.current,
-    "default_stream": lambda *_: streams.process.default,
-    "stream": streams.stream,
-    "StreamContext": streams.stream,
-    "synchronize": streams.synchronize,
-}
-
-
 @contextmanager
 def as_gpus(device: Any, local_rank: int, per_host: int) -> Iterator[None]:
     """Have the processor answer for this rank's GPU, an emulated `device`, within this block."""
     replacements = answers(device, local_rank, per_host)
+    replacements["synchronize"] = nothing
     if device.streams:
-        replacements.update(STREAMS)
-    else:
-        replacements["synchronize"] = nothing
+        replacements.update(streams.FUNCTIONS, default_stream=lambda *_: streams.process.default)
     with ExitStack() as stack:
-        for name, value in replacements.items():
-            stack.enter_context(replaced(torch.cuda, name, value))
+        stack.enter_context(replaced(torch.cuda, **replacements))
         # A build of torch with CUDA would ask its driver for more, as a build without it does not.
-        stack.enter_context(replaced(torch.accelerator, "current_accelerator", nothing))
+        stack.enter_context(replaced(torch.accelerator, current_accelerator=nothing))
         for owner, name, hook in (
             (DeviceMesh, "__init__", redirected),
             (DistributedDataParallel, "__init__", ddp),

@@ -74,18 +74,18 @@ def main(args: argparse.Namespace) -> int:
         print(remarks(request))
         write(args, report)
         annotate("notice", args.file, report.line())
-        verdict = orders_of(args.script, args.arguments, request) if args.orders else None
+        wrong = differences(args, report)
+        if args.orders:
+            verdict = orders_of(args.script, args.arguments, request)
+            print(verdict)
+            wrong = wrong or not verdict.ok
     except (EmulationError, ValueError, OSError) as error:
         return tell(str(error), IMPOSSIBLE)
     except LaunchError as error:
         annotate("error", args.file, str(error).partition("\n")[0])
         remark = f"\n\n{FOLDED}" if args.fold else ""
         return tell(f"{error}{remark}", FAILED)
-    if verdict is not None:
-        print(verdict)
-    if (verdict is not None and not verdict.ok) or differences(args, report):
-        return DIFFERENT
-    return 0
+    return DIFFERENT if wrong else 0
 
 
 def request_of(args: argparse.Namespace) -> Request:

@@ -16,18 +16,10 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import clocks, torch_inside
-from ..clocks import events, recording, stalls, streams
-from ..clocks.group import Done, Group, Work
-from ..clocks.stalls import message_of
-from ..errors import (
-    DeadlockError,
-    EmulationError,
-    Failure,
-    LaunchError,
-    LaunchTimeout,
-    RankError,
-    Wait,
-)
+from ..clocks import recording
+from ..clocks.clock import process
+from ..clocks.group import Done, Group
+from ..errors import DeadlockError, EmulationError, LaunchError, LaunchTimeout, RankError
 from .script import Script, Told, run_script
 
 ALL = "leave out --fold, and all ranks are run"
@@ -69,9 +61,10 @@ class Copies:
 
 
 class Folded(Group):
-    """The group of all ranks: this process is one of them, and the others are its copies."""
+    """The group of all ranks: this process is one of them, and the others are its copies.
 
-    table: Any = None  # It knows the links between all ranks; the launch's own has two ranks.
+    Its `table` knows the links between all ranks; the launch's own has two ranks.
+    """
 
     def begin(self, of_some_ranks: bool) -> None:
         """Raise an EmulationError for a group of some ranks."""
@@ -82,24 +75,12 @@ class Folded(Group):
         """Return what moves the data: there is nobody to move it to."""
         return Copies()
 
-    def timed(self, name: str, work: Any, nbytes: float, steps: int, root: str = "") -> Work:
-        """Join a collective of all ranks, which begins when the two have come that are run."""
-        duration = steps * self.table.step_takes(nbytes, self.members)
+    @property
+    def partners(self) -> list[int]:
+        """The two ranks that are run: a collective of all begins when they have come."""
+        return process.table.names
 
-        def join() -> Work:
-            call = recording.note_call(name, tuple(self.members), steps * nbytes, duration)
-            ticket = events.join(self.number, [0, 1], duration, nbytes > 0, name + root)
-            return Work(work, ticket, call)
-
-        return streams.at_its_start(join)
-
-    def message(self, *arguments: Any) -> Work:
-        """Raise an EmulationError."""
-        raise EmulationError(UNLIKE)
-
-    def recv_anysource(self, tensors: list, tag: int) -> Work:
-        """Raise an EmulationError."""
-        raise EmulationError(UNLIKE)
+    message = recv_anysource = refuse  # type: ignore[assignment]
 
 
 def run_folded(
@@ -108,7 +89,7 @@ def run_folded(
     """Run the script as the first or the last of `ranks` ranks; return what it did."""
     is_last = dist.get_rank() == 1
     rank = ranks - 1 if is_last else 0
-    stalls.stands_for = rank
+    process.table.names = [0, ranks - 1]
     if link is None:
         Folded.table = clocks.Table([0] * ranks)
     else:
@@ -158,37 +139,16 @@ def with_last(error: LaunchError, rank: int) -> LaunchError:
         states = [replace(state, rank=numbered(state.rank, rank)) for state in error.states]
         cause = error.cause.replace("rank 1 ", f"rank {rank} ")
         return LaunchTimeout(error.timeout, states, cause)
-    if isinstance(error, DeadlockError):
-        [culprit, *others] = [failure_with_last(failure, rank) for failure in error.failures]
-        returned = [numbered(each, rank) for each in error.returned]
-        return DeadlockError(culprit.message, culprit.waits, returned, [culprit, *others])
+    if not isinstance(error, (DeadlockError, RankError)):
+        return error
+    failures = [replace(each, rank=numbered(each.rank, rank)) for each in error.failures]
     if isinstance(error, RankError):
-        failures = [failure_with_last(failure, rank) for failure in error.failures]
         return RankError(failures, rank + 1)
-    return error
+    waiting = {wait.rank for wait in error.waits}
+    returned = [each for each in (0, rank) if each not in waiting]
+    return DeadlockError(error.message, error.waits, returned, failures)
 
 
 def numbered(process: int, rank: int) -> int:
     """Return the number of the rank as which a process of a folded launch ran."""
     return rank if process == 1 else process
-
-
-def failure_with_last(failure: Failure, rank: int) -> Failure:
-    """Return a failure of one of two ranks, whose second one ran as the last `rank`."""
-    named = replace(failure, rank=numbered(failure.rank, rank))
-    if not failure.waits:
-        return named
-    waits = [wait_with_last(wait, rank) for wait in failure.waits]
-    waiting = {wait.rank for wait in waits}
-    returned = [each for each in (0, rank) if each not in waiting]
-    message = message_of(waits, returned)
-    traceback = failure.traceback.replace(failure.message, message)
-    return replace(named, message=message, traceback=traceback, waits=waits)
-
-
-def wait_with_last(wait: Wait, rank: int) -> Wait:
-    """Return a wait of one of two ranks, whose second one ran as the last `rank`."""
-    what = wait.what
-    if what.ranks == (0, 1):
-        what = what._replace(ranks=(0, rank))
-    return replace(wait, rank=numbered(wait.rank, rank), what=what)

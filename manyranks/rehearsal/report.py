@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..units import with_unit
 from . import spans
 from .script import Told
 
@@ -188,7 +189,8 @@ class Report:
         exposed = duration(step.exposed)
         yield f"  communication   {duration(sending):>11}   {hidden} hidden, {exposed} exposed"
         yield f"  waiting         {duration(step.waiting):>11}{self.slowest()}"
-        yield f"  peak memory     {size(max(self.peaks)):>11}   rank {argmax(self.peaks)}"
+        peak = max(self.peaks)
+        yield f"  peak memory     {size(peak):>11}   rank {self.peaks.index(peak)}"
         if self.sites:
             yield f"Collectives and messages of that step on rank {step.rank}:"
             yield COLUMNS
@@ -207,7 +209,7 @@ class Report:
         idle = [step.waiting for step in steps]
         if max(idle) - min(idle) <= EVEN * steps[0].seconds:
             return ""
-        return f"   others wait up to {duration(max(idle))} for rank {argmin(idle)}"
+        return f"   others wait up to {duration(max(idle))} for rank {idle.index(min(idle))}"
 
 
 def duration(seconds: float) -> str:
@@ -220,17 +222,4 @@ def duration(seconds: float) -> str:
 
 def size(nbytes: float) -> str:
     """Return a number of bytes with its unit."""
-    for unit, one in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= one:
-            return f"{nbytes / one:.3g} {unit}"
-    return f"{nbytes:.0f} B"
-
-
-def argmax(values: Sequence) -> int:
-    """Return the first index of the largest value."""
-    return list(values).index(max(values))
-
-
-def argmin(values: Sequence) -> int:
-    """Return the first index of the smallest value."""
-    return list(values).index(min(values))
+    return with_unit(nbytes, "B")

@@ -25,7 +25,6 @@ from ..devices.memory import Memory
 from ..devices.sizes import Counted
 from ..joining import join
 from ..torch_inside import replaced
-from . import spans
 from .as_gpus import as_gpus
 
 PATIENCE_S = 60.0  # Under --sizes-only a rank may be busy for long while virtual time stands still.
@@ -39,16 +38,13 @@ class Script(NamedTuple):
 
 
 @dataclass
-class Told:
+class Told(recording.Recording):
     """What one rank tells of its run; all moments are picoseconds.
 
-    `steps` are the moments at which its optimizers had made their steps, `busy` the spans in which
-    each stream computed, and `calls` its collectives and messages.
+    `steps` are the moments at which its optimizers had made their steps.
     """
 
     steps: list[int] = field(default_factory=list)
-    busy: dict[int, spans.Spans] = field(default_factory=dict)
-    calls: list[recording.Call] = field(default_factory=list)
     peak: int = 0
     ended: int = 0
     made_group: bool = False
@@ -63,23 +59,22 @@ def run_script(script: Script, arguments: list[str], device: Any, per_host: int)
     told = Told()
     os.environ.update(variables(rank, dist.get_world_size(), per_host))
     stalls.PATIENCE_S = PATIENCE_S
-    recorded = recording.begin()
+    recording.current = told
+    memory = Memory.current
     with ExitStack() as stack:
-        if Memory.current is None:  # Under --sizes-only the launch counts memory.
+        if memory is None:  # Under --sizes-only the launch counts memory.
             memory = Memory(device.capacity)
             stack.enter_context(memory.counting())
             stack.enter_context(Counted(memory))
         stack.enter_context(own_group(told))
         stack.enter_context(as_gpus(device, rank % per_host, per_host))
-        stack.enter_context(steps_noted(told))
+        note_steps(told)
         # These warnings are about versions of torch, or the processor, not about the script.
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings("ignore", ".*(on cpu device mesh|no accelerator is found)")
         execute(script, arguments)
     streams.synchronize()
-    told.peak = Memory.current.peak if Memory.current else memory.peak
-    told.busy = recorded.busy
-    told.calls = recorded.calls
+    told.peak = memory.peak
     told.ended = clocks.moment()
     return told
 
@@ -112,22 +107,18 @@ def own_group(told: Told) -> Iterator[None]:
         told.made_group = True
         return dist.get_rank(), dist.get_world_size()
 
-    with ExitStack() as stack:
-        functions = {
-            "init_process_group": make,
-            "destroy_process_group": lambda *_, **__: None,
-            "is_initialized": lambda: told.made_group,
-            "is_nccl_available": lambda: True,
-        }
-        for name, function in functions.items():
-            stack.enter_context(replaced(dist, name, function))
-        stack.enter_context(replaced(join, "join", make))
+    functions = {
+        "init_process_group": make,
+        "destroy_process_group": lambda *_, **__: None,
+        "is_initialized": lambda: told.made_group,
+        "is_nccl_available": lambda: True,
+    }
+    with replaced(dist, **functions), replaced(join, join=make):
         yield
 
 
-@contextmanager
-def steps_noted(told: Told) -> Iterator[None]:
-    """Note the moments at which optimizers have made their steps, within this block.
+def note_steps(told: Told) -> None:
+    """Note the moments at which optimizers have made their steps, from now on.
 
     If an optimizer steps inside another one, only the outermost step counts.
     """
@@ -144,12 +135,8 @@ def steps_noted(told: Told) -> Iterator[None]:
             moment = clocks.moment()
             told.steps.append(streams.current().start() if streams.are_on() else moment)
 
-    hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
 
 
 def find_script(name: str, is_module: bool) -> Script:
@@ -182,23 +169,15 @@ def execute(script: Script, arguments: list[str]) -> None:
     sys.argv = [path, *arguments]
     sys.path.insert(0, os.path.dirname(path) if script.package is None else os.getcwd())
     linecache.checkcache(path)
-    with replaced_main(module):
-        try:
-            exec(compile(source, path, "exec"), module.__dict__)
-        except SystemExit as end:
-            if end.code:
-                raise
-
-
-@contextmanager
-def replaced_main(module: types.ModuleType) -> Iterator[None]:
-    """Make a module `__main__` within this block."""
-    before = sys.modules["__main__"]
+    main_before = sys.modules["__main__"]
     sys.modules["__main__"] = module
     try:
-        yield
+        exec(compile(source, path, "exec"), module.__dict__)
+    except SystemExit as end:
+        if end.code:
+            raise
     finally:
-        sys.modules["__main__"] = before
+        sys.modules["__main__"] = main_before
 
 
 def run_for_orders(script: Script, arguments: list[str], device: Any, per_host: int) -> None:

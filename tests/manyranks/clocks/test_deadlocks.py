@@ -150,7 +150,7 @@ def test_a_rank_that_was_told_of_the_deadlock_before_is_named_by_those_told_late
     table.places[late.slot].state = BLOCKED
     table.places[table.threads_per_rank].state = FREE  # Rank 1 has raised the error, and ended.
     earlier = Wait(1, Awaited("thread"), 0.5, "cell", 3, "lock.acquire()")
-    table.waits[1] = stalls.packed(earlier)
+    table.waits[1] = pickle.dumps(earlier)
     error = stalls.deadlock(late, Awaited("thread"))
     assert "rank 0 waits for another thread" in str(error)
     assert str(error).endswith(

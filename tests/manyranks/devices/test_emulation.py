@@ -166,14 +166,13 @@ def copies():
     for name in ("cpu:1", "cpu:0"):
         torch.zeros(250_000).to(name)
         moments.append(clocks.now())
-    return moments, emulation.Emulation.current.copied
+    return moments
 
 
 def test_copies_take_the_time_of_the_bus():
     device = Device("2GFLOP/s").over(Link("80Mbit"))
-    ((moments, copied),) = launch(copies, world_size=1, device=device)
+    [moments] = launch(copies, world_size=1, device=device)
     assert moments == pytest.approx([0.0, 0.1, 0.1], abs=1e-12)
-    assert copied == 1_000_000
 
 
 def span_of(names):

@@ -114,10 +114,11 @@ def test_which_systems_fork(monkeypatch, platform, chosen):
     assert setting.start_method() == chosen
 
 
-def test_windows_is_sent_to_wsl(monkeypatch):
-    monkeypatch.setattr(sys, "platform", "win32")
-    with pytest.raises(LaunchError, match="WSL 2"):
-        launch(os.getpid, world_size=1)
+def test_windows_is_sent_to_wsl():
+    as_windows = "import sys; sys.platform = 'win32'; sys.modules['fcntl'] = None"
+    program = f"{as_windows}; from manyranks import launch"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "LaunchError: ranks need Linux or macOS: on Windows start" in ended.stderr
 
 
 def test_an_unknown_way_to_start_is_refused(monkeypatch):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from manyranks import launch
 from manyranks.errors import LaunchError, RankError
 from manyranks.launching import rank, server_handle, setting
+from manyranks.launching.decision import Returned
 from manyranks.memory import open_memory
 
 
@@ -54,11 +55,9 @@ def test_what_nccl_says_of_itself_is_a_cause_and_what_it_says_of_others_is_not(e
 
 def test_results_on_a_gpu_arrive_on_the_cpu():
     with open_memory("answer") as file:
-        rank.pack(
-            "result", {"tensor": torch.arange(3.0).as_subclass(Posing), "number": 1}, file.fileno()
-        )
-        kind, result = pickle.loads(os.pread(file.fileno(), 1 << 16, 0))
-    assert kind == "result"
+        returned = {"tensor": torch.arange(3.0).as_subclass(Posing), "number": 1}
+        rank.pack(Returned(0, returned), file.fileno())
+        result = pickle.loads(os.pread(file.fileno(), 1 << 16, 0)).result
     assert result["number"] == 1
     assert type(result["tensor"]) is torch.Tensor
     assert result["tensor"].tolist() == [0, 1, 2]
@@ -105,7 +104,7 @@ def test_the_cause_is_told_even_if_it_cannot_speak(function, arguments, words):
 
 @pytest.mark.parametrize("words", ["Resource temporarily unavailable", "can't start new thread"])
 def test_a_user_without_processes_is_told_of_the_limit(words):
-    assert "see `ulimit -u`: launch fewer" in rank.describe(RuntimeError(words))["message"]
+    assert "see `ulimit -u`: launch fewer" in rank.failure_of(0, RuntimeError(words)).message
 
 
 def no_process(*arguments, **settings):
