@@ -85,15 +85,15 @@ class BucketedDDP(torch.nn.Module):
 
     Every parameter must take part in every backward pass. Gradients are views of the buckets: each
     pass overwrites those of the last. `all_reduce(tensor, group=…)` sums in place:
-    `ring_all_reduce` or `torch.distributed.all_reduce`. Raises ValueError if nothing is trainable
-    or models differ between ranks.
+    `ring_all_reduce` or `torch.distributed.all_reduce`. Raises ValueError if nothing is trainable,
+    MismatchError if models differ between ranks.
     """
 
     def __init__(
         self, module, bucket_cap_mb=DEFAULT_CAP_MB, process_group=None, all_reduce=ring_all_reduce
     ):
         super().__init__()
-        check_model(module, process_group)
+        self.inventory = check_model(module, process_group)
         broadcast_parameters(module, group=process_group)
         self.module = module
         self.process_group = process_group
@@ -114,9 +114,6 @@ class BucketedDDP(torch.nn.Module):
 
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(report)
-        # torch.utils.swap_tensors would take the hooks away; it refuses a tensor with a weak
-        # reference.
-        self.not_swapped = [weakref.ref(parameter) for parameter in parameters]
 
     def forward(self, *args, **kwargs):
         """Run the module.

@@ -1,19 +1,28 @@
-"""Checks that it still is the model that was wrapped.
+"""Whether all ranks have the same model, and whether it stays the model that was wrapped.
 
-The reducer listens to the parameters that a model had when it was wrapped. Nobody averages the
+A rank with one parameter more, or with another shape, would add up gradients that do not belong
+together, or hang: `same_on_all_ranks` finds it before training begins, and names its parameter.
+
+A wrapper listens to the parameters that a model had when it was wrapped. Nobody averages the
 gradients of others, which a model may get by `load_state_dict(…, assign=True)`, `layer.weight =
 Parameter(…)`, `parametrize`, an adapter in place of a layer, or when a frozen parameter is to be
-trained after all. So every forward pass with gradients looks whether the model has the same
-parameters, of the same dtypes. That takes half a microsecond for each layer, measured with 43
-layers, as it compares the contents of the layers' dicts in C.
+trained after all. So every forward pass with gradients looks into an `Inventory` whether the model
+has the same parameters, of the same dtypes. That takes half a microsecond for each layer, measured
+with 43 layers, as it compares the contents of the layers' dicts in C.
 """
 
 import weakref
 from itertools import chain
 from operator import attrgetter, is_
+from typing import Any
 
-from ..base.torch_private import uncompiled
-from .unused import converted
+import torch
+import torch.distributed as dist
+
+from manyranks.errors import MismatchError
+
+from . import wire
+from .base.torch_private import uncompiled
 
 trains = attrgetter("requires_grad")
 dtype_of = attrgetter("dtype")
@@ -23,6 +32,52 @@ WHAT_TO_DO = (
 )
 
 
+def same_on_all_ranks(
+    parameters: dict[str, torch.Tensor], group: dist.ProcessGroup | None = None
+) -> None:
+    """Raise MismatchError, a RuntimeError, on all ranks unless all have the same {name: parameter}.
+
+    Number, shape, dtype and strides are compared with rank 0's, in order; names only serve the
+    message.
+    """
+    forms = []
+    for name, parameter in parameters.items():
+        # The gradient's strides count: `empty_like` packs them as autograd does.
+        gradient = torch.empty_like(parameter, device="meta")
+        form = f"shape {tuple(gradient.shape)}, {gradient.dtype}, strides {gradient.stride()}"
+        forms.append((name, form))
+    forms_of_ranks: list[Any] = [None] * dist.get_world_size(group)
+    with wire.naming_absent(group):
+        dist.all_gather_object(forms_of_ranks, forms, group=group)
+    for rank, forms_of_rank in enumerate(forms_of_ranks):
+        difference = first_difference(forms_of_ranks[0], forms_of_rank, rank)
+        if difference:
+            raise MismatchError(f"all ranks must have the same model, but {difference}")
+
+
+def first_difference(expected: list, actual: list, rank: int) -> str | None:
+    """Return in words how a rank's parameters differ from rank 0's; None if they do not.
+
+    Both lists have the (name, form) of each parameter.
+    """
+    for index, ((name, form), (other_name, other_form)) in enumerate(
+        zip(expected, actual, strict=False)
+    ):
+        if form != other_form:
+            return (
+                f"parameter {index} ({name}) has {form} on rank 0, and ({other_name}) {other_form}"
+                f" on rank {rank}"
+            )
+    shorter, longer = sorted([expected, actual], key=len)
+    if len(shorter) == len(longer):
+        return None
+    extra = ", ".join(name for name, _ in longer[len(shorter) :])
+    return (
+        f"rank 0 has {len(expected)} parameters and rank {rank} has {len(actual)}; only one of"
+        f" them has {extra}"
+    )
+
+
 class Inventory:
     """The parameters of `module` when it was wrapped.
 
@@ -30,7 +85,7 @@ class Inventory:
     of others. `may_be_unused` says whether a pass may leave out some of them.
     """
 
-    def __init__(self, module, averaged, ignored, may_be_unused):
+    def __init__(self, module, averaged, ignored=(), may_be_unused=False):
         self.module = module
         self.averaged = averaged
         self.ignored = ignored
@@ -41,7 +96,7 @@ class Inventory:
         self.not_swapped = [weakref.ref(parameter) for parameter in averaged.values()]
         self.note()
 
-    def note(self):
+    def note(self) -> None:
         """Note what each layer has now, and which parameters are trained."""
         # These show what the dicts have at any later moment.
         self.contents = []
@@ -51,12 +106,12 @@ class Inventory:
         self.parameters = list(self.module.parameters())
         self.trained = list(map(trains, self.parameters))
 
-    def now_held(self):
+    def now_held(self) -> list:
         """Return the parameters and layers that each layer has now."""
         return [*chain.from_iterable(self.contents)]
 
     @uncompiled
-    def check(self):
+    def check(self) -> None:
         """Raise RuntimeError, with names, if a gradient would be left out, or awaited in vain."""
         if list(map(dtype_of, self.averaged.values())) != self.dtypes:
             members = zip(self.averaged.items(), self.dtypes, strict=True)
@@ -82,3 +137,15 @@ class Inventory:
                 f" gradients would wait for old ones: {WHAT_TO_DO}"
             )
         self.note()
+
+
+def converted(names: list[str]) -> str:
+    """Return the error of parameters with other memory, or dtype, than when they were wrapped.
+
+    Nobody hears of their gradients.
+    """
+    return (
+        f"parameters were converted after wrapping: {', '.join(names)}. Nobody would average their"
+        " gradients, as after .float(), .to(…), parametrize, spectral norm or Tensor.set_: convert"
+        " a model before it is wrapped, or wrap it anew"
+    )
