@@ -12,9 +12,9 @@ with 43 layers, as it compares the contents of the layers' dicts in C.
 """
 
 import weakref
+from collections.abc import Mapping
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from manyranks.errors import MismatchError
 
 from . import wire
+from .base.objects import of_all_ranks
 from .base.torch_private import uncompiled
 
 trains = attrgetter("requires_grad")
@@ -33,7 +34,7 @@ WHAT_TO_DO = (
 
 
 def same_on_all_ranks(
-    parameters: dict[str, torch.Tensor], group: dist.ProcessGroup | None = None
+    parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None
 ) -> None:
     """Raise MismatchError, a RuntimeError, on all ranks unless all have the same {name: parameter}.
 
@@ -46,9 +47,8 @@ def same_on_all_ranks(
         gradient = torch.empty_like(parameter, device="meta")
         form = f"shape {tuple(gradient.shape)}, {gradient.dtype}, strides {gradient.stride()}"
         forms.append((name, form))
-    forms_of_ranks: list[Any] = [None] * dist.get_world_size(group)
     with wire.naming_absent(group):
-        dist.all_gather_object(forms_of_ranks, forms, group=group)
+        forms_of_ranks = of_all_ranks(forms, group)
     for rank, forms_of_rank in enumerate(forms_of_ranks):
         difference = first_difference(forms_of_ranks[0], forms_of_rank, rank)
         if difference:
@@ -130,10 +130,10 @@ class Inventory:
         lost = [known[parameter] for parameter in known.keys() - trained.keys()]
         # If all parameters are frozen, as in a generator's turn, the reducer waits for none.
         if new or (len(lost) < len(known) and lost and not self.may_be_unused):
-            names = ", ".join(sorted({*new, *lost}))
+            changed = ", ".join(sorted({*new, *lost}))
             raise RuntimeError(
                 f"parameters were exchanged, added, removed, frozen or unfrozen after wrapping:"
-                f" {names}. Nobody would average the gradients of new ones, and the others'"
+                f" {changed}. Nobody would average the gradients of new ones, and the others'"
                 f" gradients would wait for old ones: {WHAT_TO_DO}"
             )
         self.note()

@@ -27,7 +27,7 @@ from .base.losses import cross_entropy
 from .base.torch_private import accumulators_of, uncompiled
 from .before_bucketing import check_backward, check_gradient, check_model, check_pass, refuse
 from .communication import communication_thread, keep_for_backward
-from .stage3_paramserver import broadcast_parameters, trainable
+from .stage3_paramserver import broadcast_parameters, trainable, views_into
 from .stage4_ring import ring_all_reduce
 
 DEFAULT_CAP_MB = 25.0
@@ -41,10 +41,9 @@ class Bucket:
     """
 
     def __init__(self, parameters):
-        sizes = [parameter.numel() for parameter in parameters]
-        self.flat = parameters[0].new_zeros(sum(sizes), requires_grad=False)
-        pieces = self.flat.split(sizes)
-        self.views = {p: piece.view_as(p) for p, piece in zip(parameters, pieces, strict=True)}
+        length = sum(parameter.numel() for parameter in parameters)
+        self.flat = parameters[0].new_zeros(length, requires_grad=False)
+        self.views = dict(zip(parameters, views_into(self.flat, parameters), strict=True))
         self.missing = set(parameters)
 
     def put_gradient(self, parameter):

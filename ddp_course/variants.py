@@ -43,11 +43,11 @@ def train_with_torch(
     lr: float,
     loss: Callable = cross_entropy,
     optimizer: type = SGD,
-    **settings: Any,
+    bucket_cap_mb: float | None = None,
 ) -> list[float]:
     """Train with torch's class in the loop of stage 1; observers see its all-reduces."""
     devices = [rank_device()] if rank_device().type == "cuda" else None
-    parallel = DistributedDataParallel(model, device_ids=devices, **settings)
+    parallel = DistributedDataParallel(model, device_ids=devices, bucket_cap_mb=bucket_cap_mb)
     parallel.register_comm_hook(None, observed_all_reduce)
     return stage1_single.train(parallel, batches, lr, loss, optimizer)
 
