@@ -17,10 +17,10 @@ PACKAGES = {  # A package or a part of one may weigh so much, with 2 % of air fo
     "manyranks": 60_000,  # 11,800 of it rehearse, 4,000 run whole programs in virtual time.
     # Of this 3,000 guard models that change after they were wrapped or split, 500 are a backend.
     # 1,800 take a learner's own model, data, loss and optimizer.
-    "ddp_course": 47_100,
+    "ddp_course": 47_000,
     # 1,200 compare a learner's own training with the stages, 800 ask about earlier lessons; 300
     # hold virtual time against real sockets, 300 say where a cell stopped and what still runs.
-    "ddp_course/lab": 30_600,
+    "ddp_course/lab": 30_500,
     # 5,000 of it find odd answers, ask about them and show a class; 700 are certificates.
     "ddp_exercises": 30_300,
     "ddp_predictions": 12_900,  # 1,400 of it are a program that is rehearsed beside the formulas.

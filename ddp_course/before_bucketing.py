@@ -4,23 +4,26 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from manyranks.torch_inside import tensors_in
 
 from .base.replicas import check_replicas
 from .base.torch_private import returned_by_grad, uncompiled
+from .same_model import Inventory, same_on_all_ranks
 from .stage3_paramserver import trainable
 
 
-def check_model(module: torch.nn.Module, group: Any) -> None:
-    """Raise ValueError if nothing is trainable, or if the ranks' models are not alike."""
-    check_replicas(dict(module.named_parameters()), group)
-    shapes = [parameter.shape for parameter in trainable(module)]
-    of_ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, shapes, group=group)
-    if any(of_rank != of_ranks[0] for of_rank in of_ranks):
-        raise ValueError("the ranks' models have parameters of different shapes")
+def check_model(module: torch.nn.Module, group: Any) -> Inventory:
+    """Return the inventory of a model whose ranks have the same parameters.
+
+    Raises ValueError if nothing is trainable, MismatchError if the ranks' models are not alike.
+    """
+    by_name = dict(module.named_parameters())
+    check_replicas(by_name, group)
+    trained = set(trainable(module))
+    averaged = {name: parameter for name, parameter in by_name.items() if parameter in trained}
+    same_on_all_ranks(averaged, group)
+    return Inventory(module, averaged)
 
 
 def refuse(wrong: Any, words: str) -> None:
@@ -37,16 +40,7 @@ def check_pass(wrapper: Any) -> None:
         "the last backward pass was cut short by an exception: other ranks may wait for it. Start"
         " all again",
     )
-    named = list(wrapper.module.named_parameters())
-    others = [name for name, p in named if p.requires_grad != (p in wrapper.bucket_of)]
-    if not others:
-        others = ["some are gone"]
-    refuse(
-        {p for _, p in named if p.requires_grad} != wrapper.bucket_of.keys(),
-        "parameters were frozen, unfrozen, replaced or removed after wrapping:"
-        f" {', '.join(others)}. Write values by copy_(…), load a state dict without assign=True, or"
-        " wrap the model anew",
-    )
+    wrapper.inventory.check()
 
 
 @uncompiled

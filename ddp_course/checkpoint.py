@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from .base import files
 from .base.errors import CheckpointError
+from .base.objects import of_all_ranks
 
 WRITER = ".writer"
 PATIENCE_SECONDS = 3.0
@@ -204,9 +205,7 @@ def random_states() -> list[Any]:
     }
     if not dist.is_initialized():
         return [own]
-    states = [None] * dist.get_world_size()
-    dist.all_gather_object(states, own)
-    return states
+    return of_all_ranks(own)
 
 
 def set_random_state(states: Sequence[Any]) -> None:

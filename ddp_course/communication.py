@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 import torch.distributed as dist
 
-from manyranks.torch_inside import tree_leaves
+from manyranks.torch_inside import tensors_in
 
 from .base.torch_private import group_like
 from .wire import warm_up
@@ -131,9 +131,8 @@ def keep_for_backward(owner: object, outputs: Any) -> Any:
     holds the wrapper, which must still average the gradients. So a dict that every node of a graph
     has holds the wrapper.
     """
-    tensors = [outputs] if isinstance(outputs, torch.Tensor) else tree_leaves(outputs)
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+    for tensor in tensors_in(outputs):
+        if tensor.grad_fn is not None:
             # The stubs of torch take this dict for a function.
             metadata: Any = tensor.grad_fn.metadata
             metadata.setdefault("owners", []).append(owner)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 
@@ -19,8 +20,8 @@ class Stage:
     """One rung of the ladder.
 
     `train(model, batches, lr, …)` trains in place and returns the loss of every step. If it is
-    empty, the module's function `train` does this. It gets the settings of the job that `options`
-    names, and the job's `loss` and `optimizer`.
+    empty, the module's function `train` does this. It gets those settings of the job that it takes,
+    and the job's `loss` and `optimizer`.
 
     `bytes_sent(job)` returns what the busiest rank sends in a step of a `job.Job`; it is None where
     nothing is sent. `step` says how a step goes on emulated devices: it is a name of
@@ -34,7 +35,6 @@ class Stage:
     colour: str
     time: str  # what its communication costs: p bytes over K ranks on links of b bytes/s
     train: Callable[..., list[float]] | str = ""
-    options: tuple[str, ...] = ()
     one_process: bool = False
     splits_batch: bool = True  # whether each rank gets a K-th of the global batch, or all of it
     counted: bool = False  # whether its bytes go over our own wire, where they are counted
@@ -43,13 +43,18 @@ class Stage:
     step: str | None = None
 
     def trainer(self, settings: dict[str, Any]) -> Callable[..., list[float]]:
-        """Return this stage's `train(model, batches, lr)` with those `settings` that it knows."""
+        """Return this stage's `train(model, batches, lr)` with those `settings` that it takes."""
         if callable(self.train):
             return self.train
-        names = (*self.options, "loss", "optimizer")
-        chosen = {name: settings[name] for name in names if settings.get(name) is not None}
         module, name = self.train.split(":") if self.train else (self.module, "train")
-        return partial(getattr(import_module(f".{module}", __package__), name), **chosen)
+        train = getattr(import_module(f".{module}", __package__), name)
+        # Without the job's loss and optimizer it would train something else.
+        taken = {*signature(train).parameters, "loss", "optimizer"}
+        chosen = {}
+        for setting, value in settings.items():
+            if setting in taken and value is not None:
+                chosen[setting] = value
+        return partial(train, **chosen)
 
 
 def find(key: str) -> Stage:
@@ -108,7 +113,6 @@ STAGES: dict[str, Stage] = {
             "stage2_dataparallel",
             colour="#C48400",
             time="the master carries it all",
-            options=("devices",),
             one_process=True,
             splits_batch=False,
             all_reduce="parameter_server",
@@ -158,7 +162,6 @@ STAGES: dict[str, Stage] = {
             "stage5_bucketed",
             colour="#009E73",
             time="hidden behind compute",
-            options=("bucket_cap_mb",),
             counted=True,
             bytes_sent=on_ring,
             all_reduce="ring",
@@ -171,7 +174,6 @@ STAGES: dict[str, Stage] = {
             "stage6_ddp",
             colour="#CC79A7",
             time="as 5",
-            options=("bucket_cap_mb", "all_reduce"),
             bytes_sent=on_ring,
             all_reduce="ring",
             step="overlapped",
@@ -207,7 +209,6 @@ STAGES: dict[str, Stage] = {
             "stage8_pipeline",
             colour="#882255",
             time="activations only",
-            options=("stages",),
             splits_batch=False,
             counted=True,
             bytes_sent=along_pipeline,
@@ -220,7 +221,6 @@ STAGES: dict[str, Stage] = {
             "stage9_tensor",
             colour="#999933",
             time="two all-reduces of activations per block and pass",
-            options=("tensor",),
             splits_batch=False,
             counted=True,
             bytes_sent=within_layers,
@@ -234,7 +234,6 @@ STAGES: dict[str, Stage] = {
             colour="#000000",
             time="as 5",
             train="variants:train_with_torch",
-            options=("bucket_cap_mb",),
             bytes_sent=on_ring,
             all_reduce="ring",
             step="overlapped",

@@ -78,10 +78,14 @@ def flattened(tensors):
 
 def unflatten(flat, members):
     """Copy the flat tensor back into the `members` it was made of."""
-    for piece, member in zip(
-        flat.split([member.numel() for member in members]), members, strict=True
-    ):
-        member.copy_(piece.view_as(member))
+    for view, member in zip(views_into(flat, members), members, strict=True):
+        member.copy_(view)
+
+
+def views_into(flat, tensors):
+    """Return a view into the vector `flat` for each of `tensors`, which lie in it end to end."""
+    pieces = flat.split([tensor.numel() for tensor in tensors])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
 def train(model, batches, lr, average=average_on_server, loss=cross_entropy, optimizer=SGD):

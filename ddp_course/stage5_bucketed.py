@@ -27,7 +27,7 @@ from .base.losses import cross_entropy
 from .base.torch_private import accumulators_of, uncompiled
 from .before_bucketing import check_backward, check_gradient, check_model, check_pass, refuse
 from .communication import communication_thread, keep_for_backward
-from .stage3_paramserver import broadcast_parameters, trainable
+from .stage3_paramserver import broadcast_parameters, trainable, views_into
 from .stage4_ring import ring_all_reduce
 
 DEFAULT_CAP_MB = 25.0
@@ -41,10 +41,9 @@ class Bucket:
     """
 
     def __init__(self, parameters):
-        sizes = [parameter.numel() for parameter in parameters]
-        self.flat = parameters[0].new_zeros(sum(sizes), requires_grad=False)
-        pieces = self.flat.split(sizes)
-        self.views = {p: piece.view_as(p) for p, piece in zip(parameters, pieces, strict=True)}
+        length = sum(parameter.numel() for parameter in parameters)
+        self.flat = parameters[0].new_zeros(length, requires_grad=False)
+        self.views = dict(zip(parameters, views_into(self.flat, parameters), strict=True))
         self.missing = set(parameters)
 
     def put_gradient(self, parameter):
@@ -85,15 +84,15 @@ class BucketedDDP(torch.nn.Module):
 
     Every parameter must take part in every backward pass. Gradients are views of the buckets: each
     pass overwrites those of the last. `all_reduce(tensor, group=…)` sums in place:
-    `ring_all_reduce` or `torch.distributed.all_reduce`. Raises ValueError if nothing is trainable
-    or models differ between ranks.
+    `ring_all_reduce` or `torch.distributed.all_reduce`. Raises ValueError if nothing is trainable,
+    MismatchError if models differ between ranks.
     """
 
     def __init__(
         self, module, bucket_cap_mb=DEFAULT_CAP_MB, process_group=None, all_reduce=ring_all_reduce
     ):
         super().__init__()
-        check_model(module, process_group)
+        self.inventory = check_model(module, process_group)
         broadcast_parameters(module, group=process_group)
         self.module = module
         self.process_group = process_group
@@ -114,9 +113,6 @@ class BucketedDDP(torch.nn.Module):
 
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(report)
-        # torch.utils.swap_tensors would take the hooks away; it refuses a tensor with a weak
-        # reference.
-        self.not_swapped = [weakref.ref(parameter) for parameter in parameters]
 
     def forward(self, *args, **kwargs):
         """Run the module.

@@ -39,6 +39,7 @@ from manyranks.joining.join import join
 
 from . import checkpoint, ladder, problems
 from .base.errors import CheckpointError, CourseError
+from .base.objects import of_all_ranks
 from .base.options import positive_number, whole_number
 from .job import Job, make_job
 
@@ -265,9 +266,8 @@ def seed_this_rank(seed: int, state: dict[str, Any]) -> None:
 
 def mean_over_ranks(losses: list[float]) -> list[float]:
     """Return the loss of each global batch: the mean of all ranks' losses of their shares."""
-    losses_by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(losses_by_rank, losses)
-    return [statistics.fmean(step_losses) for step_losses in zip(*losses_by_rank, strict=True)]
+    by_step = zip(*of_all_ranks(losses), strict=True)
+    return [statistics.fmean(losses_of_ranks) for losses_of_ranks in by_step]
 
 
 def say(text: str) -> None:

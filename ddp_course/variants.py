@@ -33,15 +33,8 @@ def train_with_sharded_optimizer(
     """Train with ZeRO-1: the loop of stage 1, whose optimizer averages and updates one shard."""
     # The optimizer broadcasts parameters, but no buffers.
     broadcast_parameters(model)
-    sharded = ShardedOptimizer(model.parameters(), optimizer, lr=lr)
-    losses = []
-    for inputs, targets in batches:
-        sharded.zero_grad()
-        step_loss = loss(model(inputs), targets)
-        step_loss.backward()
-        sharded.step()
-        losses.append(step_loss.item())
-    return losses
+    sharded = partial(ShardedOptimizer, optimizer_cls=optimizer)
+    return stage1_single.train(model, batches, lr, loss, sharded)
 
 
 def train_with_torch(
@@ -50,11 +43,11 @@ def train_with_torch(
     lr: float,
     loss: Callable = cross_entropy,
     optimizer: type = SGD,
-    **settings: Any,
+    bucket_cap_mb: float | None = None,
 ) -> list[float]:
     """Train with torch's class in the loop of stage 1; observers see its all-reduces."""
     devices = [rank_device()] if rank_device().type == "cuda" else None
-    parallel = DistributedDataParallel(model, device_ids=devices, **settings)
+    parallel = DistributedDataParallel(model, device_ids=devices, bucket_cap_mb=bucket_cap_mb)
     parallel.register_comm_hook(None, observed_all_reduce)
     return stage1_single.train(parallel, batches, lr, loss, optimizer)
 

@@ -313,11 +313,9 @@ def others(rank: int, group: Group = None) -> list[int]:
     return [global_rank(peer, group) for peer in range(dist.get_world_size(group)) if peer != rank]
 
 
-# Each new group would keep its threads and sockets until the job ends.
-@cache
-def group_of(group: dist.ProcessGroup, members: tuple[int, ...]) -> dist.ProcessGroup:
-    """Return the group of these `members` of `group`, which they make when they first ask."""
-    return group_like(group, members)
+# The members of a group make the group of some of them when they first ask. Each new one would keep
+# its threads and sockets until the job ends.
+group_of = cache(group_like)
 
 
 def _buffer_for(kind, tensor, group):

@@ -22,8 +22,8 @@ from manyranks.torch_inside import tree_map_only
 
 from .problems import Batch, Problem
 
-PARTS = ("model", "data", "loss", "optimizer")  # What the function may return.
-NEEDED = ("model", "data")
+NEEDED = {"model", "data"}
+PARTS = {*NEEDED, "loss", "optimizer"}  # What the function may return.
 
 
 class YourModel:
@@ -104,8 +104,7 @@ class YourModel:
         """The dict that the function returned. Raises ValueError if it is not what it must be."""
         if not isinstance(made, dict):
             made = {type(made).__name__: made}
-        unknown = made.keys() - set(PARTS)
-        if unknown or not made.keys() >= set(NEEDED):
+        if made.keys() - PARTS or NEEDED - made.keys():
             raise ValueError(
                 f"{self} must return a dict with model and data, and perhaps loss and optimizer,"
                 f" and returned: {', '.join(map(str, made)) or 'an empty one'}"

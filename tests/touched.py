@@ -37,6 +37,7 @@ ALSO = {  # the first prefix that fits counts, beside the tests that the name sa
     ),
     "ddp_course/base/replicas": "tests/stage7_sharded tests/test_stage9_right_or_refused.py",
     "ddp_course/before_bucketing": "tests/test_stage5_bucketed.py",
+    "ddp_course/same_model": "tests/test_stage5_bucketed.py tests/stage6_ddp tests/stage7_sharded",
     "ddp_course/mesh": "tests/test_stage9_tensor.py tests/test_stage8_pipeline.py",
     "ddp_course/variants": "tests/lab/commands/test_compare.py",
     "ddp_course/train": "tests/test_train_script.py",

@@ -8,7 +8,7 @@ claims       what people say, put to the test   facts      what others measured
 traces       profiles of real GPUs              on_your_gpus   the stages on real devices
 """
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from .interrupts import tell_in_one_line
@@ -29,11 +29,12 @@ if TYPE_CHECKING:
     from .measuring import traces as traces
     from .measuring.on_your_gpus import on_your_gpus as on_your_gpus
 
-_MODULES = {
+_HOMES = {
     "claims": "measuring.claims",
     "compare": "commands.compare",
     "doctor": "commands.doctor",
     "facts": "measuring.facts",
+    "on_your_gpus": "measuring.on_your_gpus:on_your_gpus",
     "show": "showing",
     "simulate": "measuring.simulate",
     "theory": "measuring.theory",
@@ -41,7 +42,7 @@ _MODULES = {
     "timing": "measuring.timing",
     "traces": "measuring.traces",
 }
-__all__ = [*_MODULES, "on_your_gpus"]
+__all__ = list(_HOMES)
 
 tell_in_one_line()
 
@@ -49,11 +50,9 @@ if not TYPE_CHECKING:  # Otherwise a checker would accept any name.
 
     def __getattr__(name):
         """Import on first use: matplotlib and scikit-learn take seconds."""
-        if name == "on_your_gpus":
-            return import_module(f"{__name__}.measuring.on_your_gpus").on_your_gpus
-        if name not in _MODULES:
+        if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return import_module(f"{__name__}.{_MODULES[name]}")
+        return resolve_name(f"{__name__}.{_HOMES[name]}")
 
 
 def __dir__():

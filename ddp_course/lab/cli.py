@@ -103,12 +103,9 @@ def exit_code(command: Callable[[], int | None]) -> int:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         return 128 + 13  # A shell gives this code to a program that the signal SIGPIPE (13) ended.
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, CourseError, ManyranksError) as error:
         print(f"ddp-course: {error}", file=sys.stderr)
-        return 2
-    except (CourseError, ManyranksError) as error:
-        print(f"ddp-course: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, (ValueError, OSError)) else 1
     except KeyboardInterrupt:
         print("ddp-course: stopped", file=sys.stderr)
         return 130  # A shell gives this code to a program that Ctrl-C (SIGINT, 2) ended.

@@ -31,18 +31,16 @@ def show(
     shell: Any, kind: type, error: Any, trace: TracebackType | None, tb_offset: Any = None
 ) -> None:
     """Show the error as IPython would; of an interrupt one line in place of the traceback."""
-    if kind is not KeyboardInterrupt:
-        shell.showtraceback((kind, error, trace))
-        missing = MISSING.match(str(error))
-        if missing and missing[1] not in shell.user_ns:
-            print(
-                f"No cell that has run in this kernel makes {missing[1]}. If a cell further up"
-                " does, run that one, or choose Run › Run All Above Selected Cell."
-            )
-        return
-    line = f"Stopped{where(trace, shell.user_ns)}. The kernel goes on: run any cell."
-    error._render_traceback_ = lambda: [line]
+    if kind is KeyboardInterrupt:
+        line = f"Stopped{where(trace, shell.user_ns)}. The kernel goes on: run any cell."
+        error._render_traceback_ = lambda: [line]
     shell.showtraceback((kind, error, trace))
+    missing = MISSING.match(str(error))
+    if missing and missing[1] not in shell.user_ns:
+        print(
+            f"No cell that has run in this kernel makes {missing[1]}. If a cell further up does,"
+            " run that one, or choose Run › Run All Above Selected Cell."
+        )
 
 
 def where(trace: TracebackType | None, names: dict[str, Any]) -> str:

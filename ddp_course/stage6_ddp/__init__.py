@@ -2,9 +2,9 @@
 
 Stage 5 assumed that all goes well: every parameter gets a gradient in every pass, all ranks have
 the same model and the same amount of data, and gradients are not accumulated. One file per feature,
-in reading order:
+in reading order; `same_model` beside this folder says whether ranks have one model, and keep it:
 
-    before_training  whether all ranks are about to train the same model
+    before_training  whether the model and the arguments are such as can be trained
     buckets          gradients that travel together, and how they get in and out
     bucket_sums      sums of a bucket: by the backend, by our own algorithms, by a hook
     reducer          when each bucket leaves, and in which order: the heart of the stage
@@ -14,7 +14,6 @@ in reading order:
     sync_batchnorm   batch normalisation over the whole batch
     uneven           ranks that run out of data early
     mixed_precision  compute and communicate in half precision
-    after_wrapping   whether it still is the model that was wrapped
     ddp              the class that puts everything together
 
 Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB

@@ -1,16 +1,9 @@
-"""Checks before the first step that all ranks are about to train the same model.
-
-A rank with one parameter more, or with another shape, would add up gradients that do not belong
-together, or hang. These checks find such a rank before training begins, and name its parameter.
-"""
+"""Checks before the first step that the model and the arguments are such as can be trained here."""
 
 import torch
-import torch.distributed as dist
 
-from manyranks.errors import MismatchError
 from manyranks.torch_inside import is_wrapper
 
-from .. import wire
 from ..base.torch_private import default_group
 
 
@@ -55,50 +48,6 @@ def sparse_parameters(module):
     return {
         layer.weight for layer in module.modules() if isinstance(layer, embeddings) and layer.sparse
     }
-
-
-def same_on_all_ranks(parameters, group=None):
-    """Raise MismatchError, a RuntimeError, on all ranks unless all have the same {name: parameter}.
-
-    Number, shape, dtype and strides are compared with rank 0's, in order; names only serve the
-    message.
-    """
-    forms = []
-    for name, parameter in parameters.items():
-        # The gradient's strides count: `empty_like` packs them as autograd does.
-        gradient = torch.empty_like(parameter, device="meta")
-        form = f"shape {tuple(gradient.shape)}, {gradient.dtype}, strides {gradient.stride()}"
-        forms.append((name, form))
-    forms_of_ranks = [None] * dist.get_world_size(group)
-    with wire.naming_absent(group):
-        dist.all_gather_object(forms_of_ranks, forms, group=group)
-    for rank, forms_of_rank in enumerate(forms_of_ranks):
-        difference = first_difference(forms_of_ranks[0], forms_of_rank, rank)
-        if difference:
-            raise MismatchError(f"all ranks must have the same model, but {difference}")
-
-
-def first_difference(expected, actual, rank):
-    """Return in words how a rank's parameters differ from rank 0's; None if they do not.
-
-    Both lists have the (name, form) of each parameter.
-    """
-    for index, ((name, form), (other_name, other_form)) in enumerate(
-        zip(expected, actual, strict=False)
-    ):
-        if form != other_form:
-            return (
-                f"parameter {index} ({name}) has {form} on rank 0, and ({other_name}) {other_form}"
-                f" on rank {rank}"
-            )
-    shorter, longer = sorted([expected, actual], key=len)
-    if len(shorter) == len(longer):
-        return None
-    extra = ", ".join(name for name, _ in longer[len(shorter) :])
-    return (
-        f"rank 0 has {len(expected)} parameters and rank {rank} has {len(actual)}; only one of"
-        f" them has {extra}"
-    )
 
 
 def group_of(process_group, device_mesh):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from .. import wire
 from ..base.torch_private import Future
 from ..communication import communication_thread
+from ..stage3_paramserver import views_into
 
 
 class GradBucket:
@@ -39,11 +40,7 @@ class GradBucket:
         """Return a view of the buffer for each parameter, with its shape and without gaps."""
         if self._buffer.is_sparse:
             return [self._buffer]
-        pieces = self._buffer.split([parameter.numel() for parameter in self._parameters])
-        return [
-            piece.view(parameter.shape)
-            for piece, parameter in zip(pieces, self._parameters, strict=True)
-        ]
+        return views_into(self._buffer, self._parameters)
 
     def parameters(self):
         """Return the parameters in the bucket."""

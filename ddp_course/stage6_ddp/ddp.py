@@ -18,8 +18,8 @@ from manyranks.torch_inside import tree_map_only
 
 from ..base.replicas import check_replicas
 from ..base.torch_private import unnoticed_by_autograd
+from ..same_model import Inventory, same_on_all_ranks
 from . import before_training
-from .after_wrapping import Inventory
 from .bucket_sums import by_algorithm, by_backend, by_hook
 from .buckets import size_limits
 from .buffers import broadcast_tensors
@@ -152,7 +152,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         if init_sync:
-            before_training.same_on_all_ranks(self.trainable(), self.process_group)
+            same_on_all_ranks(self.trainable(), self.process_group)
             self.sync_model(0, with_buffers)
 
     def make_reducer(self):

@@ -32,6 +32,7 @@ from manyranks.torch_inside import after_backward, backward_pass, tensors_in
 
 from .. import wire
 from ..base.torch_private import accumulators_of, returned_by_grad, uncompiled
+from ..same_model import converted
 from .bucket_sums import GradBucket
 from .buckets import NO_LIMIT, Bucket, SparseBucket, bucket_assignment
 from .unused import (
@@ -39,7 +40,6 @@ from .unused import (
     RETURNED,
     UNUSED,
     bypassed,
-    converted,
     not_finished,
     ready_twice,
 )

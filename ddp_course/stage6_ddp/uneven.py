@@ -21,7 +21,7 @@ class Shadow(JoinHook):
     - False: it is the number of ranks that still have data, so the late samples weigh more.
     """
 
-    def __init__(self, ddp, divide_by_initial_world_size=True):
+    def __init__(self, ddp, divide_by_initial_world_size):
         super().__init__()
         self.ddp = ddp
         ddp.divides_by_initial_world_size = divide_by_initial_world_size
@@ -46,8 +46,7 @@ class Shadow(JoinHook):
 
 
 def common_rank(ddp, candidate):
-    """Return the highest rank among the candidates, of which there must be at least one."""
-    # Any candidate is higher than -1.
+    """Return the highest rank among the candidates; -1 if there is none."""
     own = dist.get_rank(ddp.process_group) if candidate else -1
     rank = torch.tensor([own], device=ddp.device)
     dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=ddp.process_group)
@@ -59,9 +58,7 @@ def any_synchronises(ddp, own):
 
     `own` is True on a rank that does: it has data, and is not in `no_sync`.
     """
-    votes = torch.tensor([float(own)], device=ddp.device)
-    dist.all_reduce(votes, group=ddp.process_group)
-    return votes.item() > 0
+    return common_rank(ddp, candidate=own) >= 0
 
 
 def active_ranks(work):

@@ -120,18 +120,6 @@ OUT_OF_STEP = (
 )
 
 
-def converted(names):
-    """Return the error of parameters with other memory, or dtype, than when they were wrapped.
-
-    Nobody hears of their gradients.
-    """
-    return (
-        f"parameters were converted after wrapping: {', '.join(names)}. Nobody would average their"
-        " gradients, as after .float(), .to(…), parametrize, spectral norm or Tensor.set_: convert"
-        " a model before it is wrapped, or wrap it anew"
-    )
-
-
 def not_finished(missing, rank, reason):
     """Return the error of an iteration that begins while parameters lack gradients.
 

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from manyranks.torch_inside import tree_map_only
 
 from .. import communication, wire
+from ..base.objects import of_all_ranks
 from ..base.torch_private import allow_foreach, as_plain_tensors, timeout_of
+from ..stage3_paramserver import views_into
 from ..stage4_ring import allgather, reduce_scatter
 from ..stage6_ddp.unused import count_users
 from .parts import PartOfParameter, refuse_with
@@ -105,8 +107,7 @@ class Flat:
 
     def views(self, flat):
         """Return each parameter's part of `flat`, which is as long as `full`, in its shape."""
-        pieces = flat.split([parameter.numel() for parameter in self.parameters])
-        return {p: piece.view(p.shape) for p, piece in zip(self.parameters, pieces, strict=True)}
+        return dict(zip(self.parameters, views_into(flat, self.parameters), strict=True))
 
     # The next methods move gradients: from the parameters, divided by K, into one message, and from
     # the sum of the messages to the shards.
@@ -235,13 +236,12 @@ def whole_state(optimizer, flats, group=None):
     """
     wait_for_all_ranks("the state dict of a sharded optimizer", group)
     members = shards_of(optimizer, flats)
-    everyone = [None] * dist.get_world_size(group)
     state = {}
     own = []
     for _, _, shard in members:
         entries = optimizer.state.get(shard, {}) if shard.numel() else {}
         own.append(tree_map_only(torch.Tensor, whole_on_cpu, entries))
-    dist.all_gather_object(everyone, own, group=group)
+    everyone = of_all_ranks(own, group)
     # Rank 0 has chunk 1, and the last rank has chunk 0.
     in_order = everyone[-1:] + everyone[:-1]
     for number, (_, parameter, _) in enumerate(members):

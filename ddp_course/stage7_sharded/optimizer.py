@@ -12,9 +12,9 @@ import torch
 
 from ..base.replicas import check_replicas
 from ..communication import failing_together
+from ..same_model import same_on_all_ranks
 from ..stage3_paramserver import broadcast_parameters
 from ..stage5_bucketed import assign_buckets
-from ..stage6_ddp.before_training import same_on_all_ranks
 from .blocks import Sharded
 from .clipping import clip_grad_norm_
 from .flat import (

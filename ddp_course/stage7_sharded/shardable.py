@@ -1,7 +1,7 @@
 """Refuses models that cannot be cut into parts."""
 
+from ..same_model import same_on_all_ranks
 from ..stage3_paramserver import trainable
-from ..stage6_ddp.before_training import same_on_all_ranks
 from .blocks import Sharded
 from .parts import Part
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 
+from ddp_course.same_model import first_difference
 from ddp_course.stage6_ddp import DistributedDataParallel, before_training
 
 
@@ -122,9 +123,9 @@ def test_a_difference_is_told_with_both_names():
     ours = [("a", "shape (2,)"), ("b", "shape (3,)")]
     theirs = [("a", "shape (2,)"), ("c", "shape (4,)")]
     said = "parameter 1 (b) has shape (3,) on rank 0, and (c) shape (4,) on rank 2"
-    assert before_training.first_difference(ours, theirs, 2) == said
-    assert before_training.first_difference(ours, ours, 2) is None
+    assert first_difference(ours, theirs, 2) == said
+    assert first_difference(ours, ours, 2) is None
     said = "rank 0 has 2 parameters and rank 1 has 1; only one of them has b"
-    assert before_training.first_difference(ours, ours[:1], 1) == said
+    assert first_difference(ours, ours[:1], 1) == said
     said = "rank 0 has 1 parameters and rank 1 has 2; only one of them has b"
-    assert before_training.first_difference(ours[:1], ours, 1) == said
+    assert first_difference(ours[:1], ours, 1) == said

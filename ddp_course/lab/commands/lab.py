@@ -127,6 +127,8 @@ def main(args: argparse.Namespace) -> None:
 
 def lab_options(folder: Path) -> list[str]:
     """Return JupyterLab's options for the copies in `folder`, before those of the learner."""
+    # Without a terminal of its own, the server would open login shells, which reset PATH.
+    shell = os.environ.get("SHELL", "sh")
     options = [
         # A kernel that has been idle for an hour ends, and frees its memory.
         "--MappingKernelManager.cull_idle_timeout=3600",
@@ -138,13 +140,10 @@ def lab_options(folder: Path) -> list[str]:
         f"--LabApp.extra_labextensions_path={Path(__file__).with_name('labextensions')}",
         "--ServerApp.log_level=WARN",
         f"--ServerApp.tornado_settings=static_custom_path={folder}/.jupyter/custom",
+        f"--ServerApp.terminado_settings=shell_command={shell}",
     ]
-    if os.name == "posix":
-        # Without a terminal of its own, the server would open login shells, which reset PATH.
-        shell = os.environ.get("SHELL", "sh")
-        options.append(f"--ServerApp.terminado_settings=shell_command={shell}")
-        if os.geteuid() == 0:
-            options.append("--allow-root")
+    if os.geteuid() == 0:
+        options.append("--allow-root")
     return options
 
 

@@ -19,6 +19,7 @@ from manyranks.links import Link
 from manyranks.torch_inside import without_modes
 
 from ... import ladder
+from ...base.objects import of_all_ranks
 from ...job import Job, make_job
 from ...ladder import Stage
 from ...your_model import YourModel
@@ -212,9 +213,7 @@ def run_on_this_job(
         report = train_and_measure(stage, job, settings, single_weights)
         # Every machine has a clock of its own.
         report.record.zero = began
-    reports: list[Any] = [None] * job.world_size
-    dist.all_gather_object(reports, report)
-    return [report for report in reports if report]
+    return [report for report in of_all_ranks(report) if report]
 
 
 def train_and_measure(
