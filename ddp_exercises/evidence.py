@@ -17,9 +17,17 @@ from manyranks.errors import DeadlockError, LaunchTimeout, ManyranksError, RankE
 from manyranks.launching.launch import launch
 from manyranks.links import Link
 
-from .attempt import Attempt, Evidence, assemble, make_attempts
+from .attempt import UNUSABLE, Attempt, Evidence, assemble, make_attempts
 from .errors import TooSlow
-from .tasks import Task, cells_with, check_files, known_wrong, of_exercise, solution
+from .tasks import (
+    Task,
+    cells_with,
+    check_files,
+    known_wrong,
+    of_exercise,
+    solution,
+    solved_cells,
+)
 
 ONE_HOST = Link(hosts=1)
 TOO_LATE = "not finished in time"
@@ -90,13 +98,13 @@ def gather(
             continue
         if waiting:
             failed = waiting.pop(0)
-            results.append(Evidence(None, explain(failure, failed.task)))
+            results.append(Evidence({}, explain(failure, failed.task)))
     return results
 
 
 def solution_attempt(task: Task, inputs: dict) -> Attempt:
     """Return the attempt with the course's own solution."""
-    return Attempt(task, inputs, cells_with(task.number, solution(task.number)))
+    return Attempt(task, inputs, solved_cells(task.exercise))
 
 
 def known_attempts(task: Task, inputs: dict) -> list[Attempt]:
@@ -189,7 +197,7 @@ def explain(error: ManyranksError, task: Task) -> str:
     if kind in ("killed", "exited"):
         return f"your code ended the process of rank {culprit.rank} ({kind} {message})"
     if not frame and kind not in LEARNERS_OWN:
-        return f"your answer returned something that cannot be used ({kind}: {shortened})"
+        return f"{UNUSABLE} ({kind}: {shortened})"
     advice = ""
     if kind == "NameError":
         advice = "; is it spelt right, and defined or imported in a cell above?"

@@ -209,9 +209,10 @@ def ring(run: Run, machine: Machine, nbytes: float, ranks: int, stride: int, num
     return (ranks - 1) * (nbytes / ranks / rate + numbers["hop"])
 
 
-def longer(computing: float, sending: float, numbers: Any) -> float:
-    """Return the seconds of computing with sending beneath it."""
-    return max(computing, sending) + numbers["shows"] * min(computing, sending)
+def showing(computing: float, sending: float, numbers: Any) -> float:
+    """Return the seconds that computing takes longer with sending beneath it."""
+    both = max(computing, sending) + numbers["shows"] * min(computing, sending)
+    return both - computing
 
 
 def passes(run: Run, machine: Machine, numbers: Any) -> tuple[Work, Work]:
@@ -263,16 +264,15 @@ def sharded_sending(
     gather = ring(run, machine, 2 * weights, run.shards, run.tensor, numbers)
     scatter = ring(run, machine, run.reduce_bytes * weights, run.shards, run.tensor, numbers)
     second_gather = 0.0 if run.way == "zero2" else gather
-    shown = longer(forward, gather, numbers) - forward
-    shown += longer(backward, scatter + second_gather, numbers) - backward
+    shown = showing(forward, gather, numbers)
+    shown += showing(backward, scatter + second_gather, numbers)
     layers = run.stage_layers
     total = run.accumulate * layers * (gather + second_gather + scatter)
     copies = run.data // run.shards
     stride = run.tensor * run.shards
     shard = run.reduce_bytes * run.weights_on_gpu / run.shards
     average = 2 * ring(run, machine, shard, copies, stride, numbers)
-    last_backward = layers * backward
-    shown_once = longer(last_backward, average, numbers) - last_backward if average else 0.0
+    shown_once = showing(layers * backward, average, numbers)
     return Sending(layers * shown, shown_once, total + average)
 
 
@@ -288,10 +288,8 @@ def averaging(run: Run, machine: Machine, forward: float, backward: float, numbe
         gather += numbers["shard"] * run.shards
     shown_once = scatter + gather
     if run.overlap:
-        all_forward = run.stage_layers * forward
-        all_backward = run.stage_layers * backward
-        shown_once = longer(all_backward, scatter, numbers) - all_backward
-        shown_once += longer(all_forward, gather, numbers) - all_forward
+        shown_once = showing(run.stage_layers * backward, scatter, numbers)
+        shown_once += showing(run.stage_layers * forward, gather, numbers)
     return Sending(0.0, shown_once, scatter + gather)
 
 

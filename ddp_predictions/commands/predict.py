@@ -13,7 +13,7 @@ from typing import Any
 from ddp_course.base import files
 from manyranks import presets
 
-from ..answers import Answer, answer_of
+from ..answers import Answer, answer_of, predict
 from ..runs import UnknownAccelerator, read_run
 
 # These options are fields of a run.
@@ -96,7 +96,7 @@ def predict_one_run(args: argparse.Namespace, given: dict[str, Any]) -> None:
         print(decision.words())
         result = decision.chosen
     else:
-        result = answer_of(*read_run(fields))
+        result = predict(**fields)
         print(result.words())
     if args.figure and result:
         files.replace_file(args.figure, result.figure().png())
