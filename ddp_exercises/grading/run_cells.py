@@ -101,7 +101,7 @@ class Kernel:
     while it waits for something. So a busy machine takes nothing from it.
     """
 
-    def __init__(self, folder: str, used: float = 0.0) -> None:
+    def __init__(self, folder: str, used: float) -> None:
         self.connection, kernels_end = multiprocessing.Pipe()
         self.process = FORK.Process(target=be_kernel, args=(folder, kernels_end))
         self.process.start()
