@@ -168,8 +168,9 @@ def read_run(row: Row) -> tuple[Run, list[str]]:
     fields = reader.fields
     # Only gpt_step_ms_a100_3d.csv has this title.
     if "# GPUs" in row:
-        for column in [each for each in GPT_TABLE if each not in fields]:
-            fields[column] = reader.assume(column, GPT_TABLE[column])
+        for column, value in GPT_TABLE.items():
+            if column not in fields:
+                fields[column] = reader.assume(column, value)
     shape = read_shape(reader)
     gpu = read_gpu(reader)
     known = presets.ACCELERATORS[gpu]
@@ -218,8 +219,9 @@ def read_shape(reader: Reader) -> Row:
     if "num_local_experts" in fields:
         raise reader.wrong("num_local_experts", "layers of experts are not foretold")
     if fields.get("model") and not fields.keys() >= SHAPE:
-        expected = f"give layers, hidden and heads, or one of {', '.join(models())}"
-        raise reader.wrong("model", expected)
+        raise reader.wrong(
+            "model", f"give layers, hidden and heads, or one of {', '.join(models())}"
+        )
     hidden = reader.whole("hidden")
     heads = reader.whole("heads")
     if hidden % heads:
@@ -290,7 +292,9 @@ def check_ways(reader: Reader, run: Run) -> None:
             " gpus_per_host",
         )
     if run.pipeline > run.layers:
-        expected = f"{run.pipeline} stages for {run.layers} layers; give each stage at least one"
-        raise reader.wrong("pipeline", expected)
+        raise reader.wrong(
+            "pipeline",
+            f"{run.pipeline} stages for {run.layers} layers; give each stage at least one",
+        )
     if run.heads % run.tensor:
         raise reader.wrong("tensor", f"{run.heads} heads do not divide evenly over them")

@@ -209,6 +209,13 @@ def ring(run: Run, machine: Machine, nbytes: float, ranks: int, stride: int, num
     return (ranks - 1) * (nbytes / ranks / rate + numbers["hop"])
 
 
+def between_copies(run: Run, machine: Machine, nbytes: float, numbers: Any) -> float:
+    """Return the seconds of an all-reduce of `nbytes` by the GPUs that keep the same shard."""
+    copies = run.data // run.shards
+    stride = run.tensor * run.shards
+    return 2 * ring(run, machine, nbytes, copies, stride, numbers)
+
+
 def showing(computing: float, sending: float, numbers: Any) -> float:
     """Return the seconds that computing takes longer with sending beneath it."""
     both = max(computing, sending) + numbers["shows"] * min(computing, sending)
@@ -268,10 +275,8 @@ def sharded_sending(
     shown += showing(backward, scatter + second_gather, numbers)
     layers = run.stage_layers
     total = run.accumulate * layers * (gather + second_gather + scatter)
-    copies = run.data // run.shards
-    stride = run.tensor * run.shards
     shard = run.reduce_bytes * run.weights_on_gpu / run.shards
-    average = 2 * ring(run, machine, shard, copies, stride, numbers)
+    average = between_copies(run, machine, shard, numbers)
     shown_once = showing(layers * backward, average, numbers)
     return Sending(layers * shown, shown_once, total + average)
 
@@ -280,10 +285,7 @@ def averaging(run: Run, machine: Machine, forward: float, backward: float, numbe
     """Return what copies with whole weights send: those of ZeRO-1, and of DDP with one shard."""
     nbytes = 2 * run.weights_on_gpu
     gather = ring(run, machine, nbytes, run.shards, run.tensor, numbers)
-    copies = run.data // run.shards
-    stride = run.tensor * run.shards
-    between = 2 * ring(run, machine, nbytes / run.shards, copies, stride, numbers)
-    scatter = gather + between
+    scatter = gather + between_copies(run, machine, nbytes / run.shards, numbers)
     if run.shards > 1:
         gather += numbers["shard"] * run.shards
     shown_once = scatter + gather

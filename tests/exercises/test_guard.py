@@ -194,7 +194,7 @@ def use_a_busy_core(folder, sender):
     for name in ("work", "answers", "ipython"):
         (Path(folder) / name).mkdir()
     os.environ["IPYTHONDIR"] = f"{folder}/ipython"
-    kernel = run_cells.Kernel(folder)
+    kernel = run_cells.Kernel(folder, 0.0)
     psutil.Process(kernel.process.pid).cpu_affinity([FIRST_CORE])
     kernel.run("pass", 60)
     for code in (LONG, "time.sleep(60)"):
