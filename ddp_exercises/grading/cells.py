@@ -42,11 +42,6 @@ class Cell(NamedTuple):
         """The tasks whose checks this cell calls."""
         return [] if self.text_type else CHECKED.findall(self.source)
 
-    @property
-    def exercise(self) -> str:
-        """The exercise whose task this cell answers."""
-        return self.task.split(".")[0]
-
 
 def read_cells(content: bytes) -> list[Cell]:
     """Return all cells of a notebook of any version.

@@ -316,7 +316,7 @@ def exercise_of(work: Submission, exercises: Exercises) -> int:
     numbered = NUMBERED.match(work.name)
     number = int(numbered[1]) if numbered else exercise_by_content(work.cells, exercises)
     if work.answers:
-        number = mode(int(cell.exercise) for cell in work.answers)
+        number = mode(int(cell.task.split(".")[0]) for cell in work.answers)
     if number is None:
         raise GradingError(work.fault or NO_ANSWERS)
     if number not in exercises:
