@@ -85,9 +85,10 @@ def as_table(results: Sequence[Result]) -> str:
             parts = [
                 f"{part['name']} {part['points']:g}/{part['possible']:g}" for part in task.parts
             ]
+            points = task.earned if result.graded and task.graded else None
             cells = {
                 "task": task.id,
-                "points": task.earned if result.graded and task.graded else None,
+                "points": points,
                 "parts": "; ".join(parts),
                 "suspicious": "; ".join(task.suspicious),
                 "notes": "; ".join(task.notes),
