@@ -13,6 +13,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -122,8 +123,7 @@ def silence_libraries() -> None:
 
 def limit_processor_time(seconds: float) -> None:
     """Raise TooSlow when this process has computed for so many seconds from now on."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    end = math.ceil(used.ru_utime + used.ru_stime + seconds)
+    end = math.ceil(time.process_time() + seconds)
     signal.signal(signal.SIGXCPU, too_slow)
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (end, most))
