@@ -294,17 +294,17 @@ def without_exercises_not_begun(
     If nobody has begun any exercise, all stay. A copy of the course has all exercises.
     """
     begun = set()
-    untouched = []  # pairs of a notebook and its exercise
-    for work in works:
+    untouched = {}  # {place of a notebook: its exercise}
+    for place, work in enumerate(works):
         # If this fails, the grading of the work itself says why.
         with suppress(Exception):
             number = exercise_of(work, exercises)
             if find_answers(exercises[number], work.cells):
                 begun.add(number)
             elif work.answers:
-                untouched.append((work, number))
-    left_out = [work for work, number in untouched if begun and number not in begun]
-    return [work for work in works if work not in left_out]
+                untouched[place] = number
+    left_out = {place for place, number in untouched.items() if begun and number not in begun}
+    return [work for place, work in enumerate(works) if place not in left_out]
 
 
 def exercise_of(work: Submission, exercises: Exercises) -> int:
