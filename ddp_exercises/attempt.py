@@ -13,6 +13,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -31,6 +32,7 @@ from .plain import pack, unpack
 from .tasks import Task
 
 OURS = ("torch.", "ddp_course.", "exercise_checks.")  # These modules may call what is forbidden.
+UNUSABLE = "your answer returned something that cannot be used"
 LONG = timedelta(seconds=1000)  # No rank gives up before the launch does, so deadlocks are found.
 SHARE_SECONDS = 3.0  # One of several ranks may compute for so long, while the others wait.
 # The names of torch's functions that send begin with these. COLLECTIVES has those of the installed
@@ -62,11 +64,12 @@ class Attempt(NamedTuple):
 class Evidence(NamedTuple):
     """The evidence of an attempt.
 
-    `values` are {(part, case): {rank: value}}, where the rank is None for all ranks together; if
-    there are none, `failure` says why. The first attempt of the launch had ended after `seconds`.
+    `values` are {(part, case): {rank: value}}, where the rank is None for all ranks together; if an
+    answer failed, there are none, and `failure` says why. The first attempt of the launch had ended
+    after `seconds`.
     """
 
-    values: dict | None
+    values: dict
     failure: str = ""
     seconds: float = 0.0
 
@@ -120,8 +123,7 @@ def silence_libraries() -> None:
 
 def limit_processor_time(seconds: float) -> None:
     """Raise TooSlow when this process has computed for so many seconds from now on."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    end = math.ceil(used.ru_utime + used.ru_stime + seconds)
+    end = math.ceil(time.process_time() + seconds)
     signal.signal(signal.SIGXCPU, too_slow)
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (end, most))
@@ -154,12 +156,10 @@ def assemble(attempt: Attempt, contents: Sequence[bytes]) -> Evidence:
             for part_and_case, value in of_rank.items():
                 values.setdefault(part_and_case, {})[rank] = value
     except Wrong as error:
-        return Evidence(None, str(error))
+        return Evidence({}, str(error))
     except Exception as error:
         # Only a value that the answer returned can fail here.
-        return Evidence(
-            None, f"your answer returned something that cannot be used ({str(error)[:300]})"
-        )
+        return Evidence({}, f"{UNUSABLE} ({str(error)[:300]})")
     return Evidence(values)
 
 

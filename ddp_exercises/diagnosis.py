@@ -18,7 +18,7 @@ from .attempt import Evidence
 from .plain import ODD, apart, largest
 from .tasks import Known, Task, known_wrong
 
-NOTHING = Evidence(None)
+NOTHING = Evidence({})
 SURE = 8  # So many equal numbers are no coincidence.
 KINDS = {torch.Tensor: "a tensor", list | tuple: "a list", dict: "a dict"}
 
@@ -38,10 +38,7 @@ class Verdict:
     @property
     def message(self) -> str:
         """The message of the first wrong part; "" if the answer is right."""
-        for message in self.parts.values():
-            if message:
-                return message
-        return ""
+        return next(filter(None, self.parts.values()), "")
 
 
 class Value(NamedTuple):
@@ -69,9 +66,9 @@ def verdict(
 
     `others()` returns the evidence of an answer that does nothing, and of the known wrong ones.
     """
-    if evidence.values is None:
+    if evidence.failure:
         return nothing(task, evidence.failure)
-    if solution.values is None:
+    if solution.failure:
         failed = f"not judged: the course's own solution failed here ({solution.failure})"
         return Verdict(dict.fromkeys(task.parts, failed), judged=False)
     messages = dict.fromkeys(task.parts, "")
@@ -81,15 +78,18 @@ def verdict(
     still, *tried = others()
     known = list(zip(known_wrong(task.number), tried, strict=False))
     alike = [answer for answer, other in known if same(evidence.values, other.values)]
-    possible = []  # the known wrong answers whose fault may be in this answer
-    for answer, other in known:
-        if len(wrong_cases(task, other, solution) - wrong) <= 1:
-            possible.append((answer, other))
-    wrong_parts = {part for part, _ in wrong}
+    # The fault of these known wrong answers may be in this answer.
+    possible = [
+        (answer, other)
+        for answer, other in known
+        if len(wrong_cases(task, other, solution) - wrong) <= 1
+    ]
     misconception = ""
-    for part in filter(wrong_parts.__contains__, task.parts):
+    for part in task.parts:
         values = values_of(part, evidence, solution, still)
         differing = sorted(differing_values(values, task.bound), key=is_unsaid)
+        if not differing:
+            continue
         fault = alike[0] if alike else known_fault(part, values, differing, possible)
         message = fault.message if fault else ""
         messages[part] = difference(values, differing, message, part in task.secret)
@@ -116,19 +116,14 @@ def values_of(
 ) -> list[Value]:
     """Return all values of a part, in the order of the solution's cases."""
     values = []
-    for (name, case), by_rank in (solution.values or {}).items():
+    for (name, case), by_rank in solution.values.items():
         if name != part:
             continue
-        actual = of_ranks(evidence, part, case)
-        idle = of_ranks(still, part, case)
+        actual = evidence.values.get((part, case), {})
+        idle = still.values.get((part, case), {})
         for rank, expected in by_rank.items():
             values.append(Value(case, rank, actual.get(rank), expected, idle.get(rank)))
     return values
-
-
-def of_ranks(evidence: Evidence, part: str, case: str) -> dict:
-    """Return the values of a case, by rank; empty if there is no evidence of it."""
-    return (evidence.values or {}).get((part, case), {})
 
 
 def differing_values(values: Sequence[Value], bound: float) -> list[Value]:
@@ -194,7 +189,7 @@ def known_fault(
 
 def has(evidence: Evidence, part: str, value: Value) -> bool:
     """Return whether evidence has the same value in the same case and on the same rank."""
-    by_rank = of_ranks(evidence, part, value.case)
+    by_rank = evidence.values.get((part, value.case), {})
     return value.rank in by_rank and same(value.actual, by_rank[value.rank])
 
 

@@ -17,9 +17,17 @@ from manyranks.errors import DeadlockError, LaunchTimeout, ManyranksError, RankE
 from manyranks.launching.launch import launch
 from manyranks.links import Link
 
-from .attempt import Attempt, Evidence, assemble, make_attempts
+from .attempt import UNUSABLE, Attempt, Evidence, assemble, make_attempts
 from .errors import TooSlow
-from .tasks import Task, cells_with, check_files, known_wrong, of_exercise, solution
+from .tasks import (
+    Task,
+    cells_with,
+    check_files,
+    known_wrong,
+    of_exercise,
+    solution,
+    solved_cells,
+)
 
 ONE_HOST = Link(hosts=1)
 TOO_LATE = "not finished in time"
@@ -63,24 +71,20 @@ def gather(
     answer that does nothing.
     """
     results: list[Evidence] = []
-    waiting = list(attempts)
     began = time.monotonic()
     first_took = 0.0  # the seconds that the first attempt took, from its launch on
-    while waiting:
+    while waiting := attempts[len(results) :]:
         planned = PATIENCE * sum(attempt.task.seconds for attempt in waiting)
         patience = max(planned, SLOWER * first_took)
         if seconds is not None:
             patience = began + seconds - time.monotonic()
             if patience <= 0:
                 break
-        made = launch_attempts(waiting, enter, on_rank, link, patience)
-        for attempt, of_ranks in zip(waiting, made.written, strict=False):
-            results.append(assemble(attempt, of_ranks)._replace(seconds=made.first_took))
-        waiting = waiting[len(made.written) :]
-        failure = made.failure
+        made, failure, took = launch_attempts(waiting, enter, on_rank, link, patience)
+        results += made
         if not failure:
             break
-        first_took = first_took or made.first_took
+        first_took = first_took or took
         # If the machine is slower than was planned for, the next launch has more time.
         if (
             isinstance(failure, LaunchTimeout)
@@ -88,15 +92,14 @@ def gather(
             and patience < SLOWER * first_took
         ):
             continue
-        if waiting:
-            failed = waiting.pop(0)
-            results.append(Evidence(None, explain(failure, failed.task)))
+        if len(made) < len(waiting):
+            results.append(Evidence({}, explain(failure, waiting[len(made)].task)))
     return results
 
 
 def solution_attempt(task: Task, inputs: dict) -> Attempt:
     """Return the attempt with the course's own solution."""
-    return Attempt(task, inputs, cells_with(task.number, solution(task.number)))
+    return Attempt(task, inputs, solved_cells(task.exercise))
 
 
 def known_attempts(task: Task, inputs: dict) -> list[Attempt]:
@@ -106,26 +109,18 @@ def known_attempts(task: Task, inputs: dict) -> list[Attempt]:
     return [Attempt(task, inputs, cells_with(task.number, text)) for text in texts]
 
 
-class Launched(NamedTuple):
-    """What became of attempts in one launch.
-
-    `written` is what ranks wrote, by attempt and by rank, `failure` is the error that ended the
-    launch, and the first evidence was there after `first_took` seconds.
-    """
-
-    written: list[list[bytes]]
-    failure: ManyranksError | None
-    first_took: float
-
-
 def launch_attempts(
     attempts: Sequence[Attempt],
     enter: Callable | None,
     on_rank: Callable,
     link: Link,
     patience: float,
-) -> Launched:
-    """Make attempts in one launch, which takes at most `patience` seconds."""
+) -> tuple[list[Evidence], ManyranksError | None, float]:
+    """Make attempts in one launch, which takes at most `patience` seconds.
+
+    Return the evidence of those that came to their end, the error that ended the launch, and the
+    seconds until the first evidence was there.
+    """
     ranks = attempts[0].task.ranks
     failure = None
     began = time.time()
@@ -144,13 +139,14 @@ def launch_attempts(
         except ManyranksError as error:
             failure = error
         first_end = time.time()
-        written = []
-        for number in range(len(attempts)):
+        made = []
+        for number, attempt in enumerate(attempts):
             files = [Path(folder, f"{number}-{rank}") for rank in range(ranks)]
             if all(file.exists() for file in files):
-                written.append([file.read_bytes() for file in files])
+                made.append(assemble(attempt, [file.read_bytes() for file in files]))
                 first_end = min(first_end, files[0].stat().st_mtime)
-        return Launched(written, failure, first_end - began)
+    took = first_end - began
+    return [each._replace(seconds=took) for each in made], failure, took
 
 
 def explain(error: ManyranksError, task: Task) -> str:
@@ -189,7 +185,7 @@ def explain(error: ManyranksError, task: Task) -> str:
     if kind in ("killed", "exited"):
         return f"your code ended the process of rank {culprit.rank} ({kind} {message})"
     if not frame and kind not in LEARNERS_OWN:
-        return f"your answer returned something that cannot be used ({kind}: {shortened})"
+        return f"{UNUSABLE} ({kind}: {shortened})"
     advice = ""
     if kind == "NameError":
         advice = "; is it spelt right, and defined or imported in a cell above?"

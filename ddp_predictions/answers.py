@@ -32,8 +32,8 @@ COLOURS = {
     "tensor": "#CC79A7",
     "sending that shows": "#D55E00",
     "bubble": "#C48400",
+    "hidden sending": "#B98A5E",
 }
-HIDDEN = "#B98A5E"  # This is the colour of hidden sending.
 SMALLER = "Try recompute=full, more tensor ways or more GPUs; --decide chooses what fits."
 
 
@@ -146,7 +146,7 @@ class Answer:
             f"GPU, MFU {self.mfu:.0%} (as in PaLM: 6 N + 12 L s h), memory at least "
             f"{self.memory_gb:.0f} of {self.capacity_gb:.0f} GB{verdict}."
         )
-        saved = self.savings[self.bound]
+        saved = max(self.savings.values())
         lines.append(
             f"Bound by {self.bound}: twice as fast, it would save {saved:.0%} of the step. "
             f"Products take {parts['products'] / self.step_s:.0%}, attention "
@@ -182,10 +182,11 @@ class Answer:
 
     def way_words(self) -> list[str]:
         """Return in words which other ways fit and are as fast, or faster."""
-        fitting = [other for other in self.others() if other.fits]
         near = []
         faster = []
-        for other in fitting:
+        for other in self.others():
+            if not other.fits:
+                continue
             if abs(other.step_s / self.step_s - 1) <= CLOSE:
                 near.append(other.run.way)
             elif other.step_s < self.step_s:
@@ -221,9 +222,8 @@ class Answer:
             seconds.set_xlabel("seconds of a step; whisker: nine in ten such runs")
             seconds.set_xlim(0, 1.15 * longest)
             name_rows(seconds, [other.run.way for other in answers])
-            names = COLOURS | {"hidden sending": HIDDEN}
-            handles = [seconds.barh(0, 0, color=colour) for colour in names.values()]
-            picture.legend(handles, names, loc="outside lower center", ncols=4, fontsize=8)
+            handles = [seconds.barh(0, 0, color=colour) for colour in COLOURS.values()]
+            picture.legend(handles, COLOURS, loc="outside lower center", ncols=4, fontsize=8)
         return picture
 
     def _repr_html_(self):
@@ -239,7 +239,7 @@ def draw_step(axes: Any, row: int, other: Answer) -> None:
     for name, seconds in other.step.parts.items():
         axes.barh(row, seconds, left=left, color=COLOURS[name], height=0.5)
         left += seconds
-    axes.barh(row + 0.33, other.step.hidden, color=HIDDEN, height=0.12)
+    axes.barh(row + 0.33, other.step.hidden, color=COLOURS["hidden sending"], height=0.12)
     _, nine_in_ten, _ = expected_error(other.run)
     axes.errorbar(left, row, xerr=nine_in_ten * left, color="black", capsize=3, linewidth=1)
 

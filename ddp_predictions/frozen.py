@@ -8,13 +8,19 @@ import csv
 import json
 from functools import cache
 from importlib.resources import files
+from typing import Any
+
+
+def lines_of(name: str) -> list[dict[str, Any]]:
+    """Return the lines of a CSV file of this package, each {title: cell}."""
+    with (files(__package__) / name).open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 @cache
 def constants(column: str = "today") -> dict[str, float]:
     """Return the model's frozen constants by name; `column` is "today" or "of_2021"."""
-    with (files(__package__) / "constants.csv").open(encoding="utf-8") as file:
-        return {row["name"]: float(row[column]) for row in csv.DictReader(file)}
+    return {line["name"]: float(line[column]) for line in lines_of("constants.csv")}
 
 
 @cache

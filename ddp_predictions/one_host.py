@@ -15,13 +15,10 @@ DGX-1 With Tesla V100 System Architecture", 2017, figure 4.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from .frozen import numbers
+from .runs import Row
 
-Row = dict[str, Any]
-
-MIB = 2**20
 GPUS = ("A100", "V100")
 
 

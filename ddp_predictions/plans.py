@@ -154,32 +154,27 @@ def score() -> Score:
     The same work is one model on as many GPUs, with sequences as long and as many tokens per step.
     A blind choice takes any run of a group. A way that nobody published is not scored.
     """
-    # Each work has its ways, each of which has pairs (predicted, measured).
-    groups: dict[tuple, dict[tuple, list[tuple[float, float]]]] = {}
+    # Each work has its ways, each with the measured speeds; a way begins with its predicted speed.
+    groups: dict[tuple, dict[tuple, list[float]]] = {}
     for row in facts.rows("transformer_throughput"):
         run, _ = read_run(row)
         predicted = tokens_per_s(run, step(run).seconds)
         tokens = run.tokens * run.accumulate * run.data
         work = (run.model.split(" ")[0], run.gpu, run.gpus, run.seq, tokens)
-        way = (run.way, run.tensor, run.recompute, run.micro_batch)
-        pair = (predicted, row["tokens_per_s_per_gpu"])
-        groups.setdefault(work, {}).setdefault(way, []).append(pair)
+        way = (predicted, run.way, run.tensor, run.recompute, run.micro_batch)
+        measured = groups.setdefault(work, {}).setdefault(way, [])
+        measured.append(row["tokens_per_s_per_gpu"])
     kept = []
     blind_kept = []
     blind_within = []
     for group in groups.values():
         if len(group) < 2:
             continue
-        speeds = []
-        predictions = []
-        for pairs in group.values():
-            # All runs of one way have one prediction.
-            predicted, _ = pairs[0]
-            predictions.append(predicted)
-            speeds.append(fmean(measured for _, measured in pairs))
+        # The model chooses the way with the highest predicted speed.
+        choice = fmean(group[max(group)])
+        speeds = list(map(fmean, group.values()))
         best = max(speeds)
-        _, speed_of_choice = max(zip(predictions, speeds, strict=True))
-        kept.append(speed_of_choice / best)
+        kept.append(choice / best)
         blind_kept.append(fmean(speed / best for speed in speeds))
         blind_within.append(fmean(speed >= (1 - CLOSE) * best for speed in speeds))
     within = fmean(speed >= 1 - CLOSE for speed in kept)

@@ -5,14 +5,13 @@ names of a config.json, or with those of gpt_step_ms_a100_3d.csv. A model of mod
 shape. A missing field has a default, and every default that counts is returned in words.
 """
 
-import csv
 import re
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from manyranks import presets
 
+from .frozen import lines_of
 from .transformers import WAYS, Run
 
 Row = dict[str, Any]
@@ -59,7 +58,7 @@ WAY_NAMES = {
     "zero-3": "fsdp",
 }
 RECOMPUTE = {"none": 0.0, "selective": 0.5, "full": 1.0}
-SHAPE = ("layers", "hidden", "heads")
+SHAPE = {"layers", "hidden", "heads"}
 # All runs of gpt_step_ms_a100_3d.csv have these values, and no column says so.
 GPT_TABLE = {
     "gpu": "A100",
@@ -75,8 +74,7 @@ GPT_TABLE = {
 @cache
 def models() -> dict[str, Row]:
     """Return known architectures by name, as in their published configurations."""
-    with (files(__package__) / "models.csv").open(encoding="utf-8") as file:
-        return {row.pop("name"): row for row in csv.DictReader(file)}
+    return {line.pop("name"): line for line in lines_of("models.csv")}
 
 
 class UnknownAccelerator(ValueError):
@@ -170,8 +168,9 @@ def read_run(row: Row) -> tuple[Run, list[str]]:
     fields = reader.fields
     # Only gpt_step_ms_a100_3d.csv has this title.
     if "# GPUs" in row:
-        for column in [each for each in GPT_TABLE if each not in fields]:
-            fields[column] = reader.assume(column, GPT_TABLE[column])
+        for column, value in GPT_TABLE.items():
+            if column not in fields:
+                fields[column] = reader.assume(column, value)
     shape = read_shape(reader)
     gpu = read_gpu(reader)
     known = presets.ACCELERATORS[gpu]
@@ -219,10 +218,10 @@ def read_shape(reader: Reader) -> Row:
         fields.setdefault(column, value)
     if "num_local_experts" in fields:
         raise reader.wrong("num_local_experts", "layers of experts are not foretold")
-    missing = [column for column in SHAPE if column not in fields]
-    if missing and fields.get("model"):
-        expected = f"give layers, hidden and heads, or one of {', '.join(models())}"
-        raise reader.wrong("model", expected)
+    if fields.get("model") and not fields.keys() >= SHAPE:
+        raise reader.wrong(
+            "model", f"give layers, hidden and heads, or one of {', '.join(models())}"
+        )
     hidden = reader.whole("hidden")
     heads = reader.whole("heads")
     if hidden % heads:
@@ -267,8 +266,11 @@ def read_accumulate(reader: Reader, run: Run) -> int:
         return reader.whole("accumulate", 1, "1 micro-batch per step")
     batch = reader.whole("batch")
     if batch % (run.data * run.micro_batch):
-        copies = f"{run.data} copies with micro-batches of {run.micro_batch}"
-        raise reader.wrong("batch", f"it does not come out even over {copies}; choose a multiple")
+        raise reader.wrong(
+            "batch",
+            f"it does not come out even over {run.data} copies with micro-batches of"
+            f" {run.micro_batch}; choose a multiple",
+        )
     return batch // (run.data * run.micro_batch)
 
 
@@ -278,13 +280,21 @@ def check_ways(reader: Reader, run: Run) -> None:
     reader.fields.setdefault("data", max(1, run.data))
     data = reader.whole("data")
     if ways * data != run.gpus:
-        expected = f"{run.tensor} x {data} x {run.pipeline} ways are {ways * data} GPUs"
-        raise reader.wrong("gpus", f"{expected}; choose a multiple of {ways}")
+        raise reader.wrong(
+            "gpus",
+            f"{run.tensor} x {data} x {run.pipeline} ways are {ways * data} GPUs; choose a multiple"
+            f" of {ways}",
+        )
     if run.gpus % run.inside_host:
-        expected = f"they do not fill hosts of {run.gpus_per_host}"
-        raise reader.wrong("gpus", f"{expected}; choose a multiple, or give gpus_per_host")
+        raise reader.wrong(
+            "gpus",
+            f"they do not fill hosts of {run.gpus_per_host}; choose a multiple, or give"
+            " gpus_per_host",
+        )
     if run.pipeline > run.layers:
-        expected = f"{run.pipeline} stages for {run.layers} layers; give each stage at least one"
-        raise reader.wrong("pipeline", expected)
+        raise reader.wrong(
+            "pipeline",
+            f"{run.pipeline} stages for {run.layers} layers; give each stage at least one",
+        )
     if run.heads % run.tensor:
         raise reader.wrong("tensor", f"{run.heads} heads do not divide evenly over them")

@@ -6,7 +6,6 @@ minus 1) and `calibrated`, which says whether the fit saw this row. If the fit s
 `left_out` is the model's median error on rows that a second fit did not see.
 """
 
-import csv
 import json
 from collections.abc import Sequence
 from importlib.resources import files
@@ -17,9 +16,9 @@ from tabulate import tabulate
 
 from ddp_course.lab.measuring import facts
 
+from .frozen import lines_of
 from .plans import score
-
-Row = dict[str, Any]
+from .runs import Row
 
 # These are median errors on rows that a second fit did not see; `make bench predictions` measures
 # them again.
@@ -79,8 +78,7 @@ def rehearsed() -> list[Row]:
 
     `make bench rehearsals` wrote them: no constant was fitted to a row's model, nor to a rehearsal.
     """
-    with (files(__package__) / "rehearsals.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = lines_of("rehearsals.csv")
     for row in rows:
         for name in ("gpus", "seq", "formula", "rehearsal", "measured"):
             row[name] = float(row[name])
@@ -118,15 +116,16 @@ def overview(tables: Sequence[Table]) -> str:
     lines = []
     for table in tables:
         errors = summary(table)
-        line = [
-            table.name,
-            len(table.rows),
-            percents(errors["calibrated"]),
-            percents(errors["predicted"]),
-            percents([table.left_out]),
-            errors["held back"],
-        ]
-        lines.append(line)
+        lines.append(
+            [
+                table.name,
+                len(table.rows),
+                percents(errors["calibrated"]),
+                percents(errors["predicted"]),
+                percents([errors["left out"]]),
+                errors["held back"],
+            ]
+        )
     sides = ["left"] + ["right"] * 5
     return tabulate(lines, titles, tablefmt="pipe", colalign=sides, disable_numparse=True)
 

@@ -209,9 +209,17 @@ def ring(run: Run, machine: Machine, nbytes: float, ranks: int, stride: int, num
     return (ranks - 1) * (nbytes / ranks / rate + numbers["hop"])
 
 
-def longer(computing: float, sending: float, numbers: Any) -> float:
-    """Return the seconds of computing with sending beneath it."""
-    return max(computing, sending) + numbers["shows"] * min(computing, sending)
+def between_copies(run: Run, machine: Machine, nbytes: float, numbers: Any) -> float:
+    """Return the seconds of an all-reduce of `nbytes` by the GPUs that keep the same shard."""
+    copies = run.data // run.shards
+    stride = run.tensor * run.shards
+    return 2 * ring(run, machine, nbytes, copies, stride, numbers)
+
+
+def showing(computing: float, sending: float, numbers: Any) -> float:
+    """Return the seconds that computing takes longer with sending beneath it."""
+    both = max(computing, sending) + numbers["shows"] * min(computing, sending)
+    return both - computing
 
 
 def passes(run: Run, machine: Machine, numbers: Any) -> tuple[Work, Work]:
@@ -263,16 +271,13 @@ def sharded_sending(
     gather = ring(run, machine, 2 * weights, run.shards, run.tensor, numbers)
     scatter = ring(run, machine, run.reduce_bytes * weights, run.shards, run.tensor, numbers)
     second_gather = 0.0 if run.way == "zero2" else gather
-    shown = longer(forward, gather, numbers) - forward
-    shown += longer(backward, scatter + second_gather, numbers) - backward
+    shown = showing(forward, gather, numbers)
+    shown += showing(backward, scatter + second_gather, numbers)
     layers = run.stage_layers
     total = run.accumulate * layers * (gather + second_gather + scatter)
-    copies = run.data // run.shards
-    stride = run.tensor * run.shards
     shard = run.reduce_bytes * run.weights_on_gpu / run.shards
-    average = 2 * ring(run, machine, shard, copies, stride, numbers)
-    last_backward = layers * backward
-    shown_once = longer(last_backward, average, numbers) - last_backward if average else 0.0
+    average = between_copies(run, machine, shard, numbers)
+    shown_once = showing(layers * backward, average, numbers)
     return Sending(layers * shown, shown_once, total + average)
 
 
@@ -280,18 +285,13 @@ def averaging(run: Run, machine: Machine, forward: float, backward: float, numbe
     """Return what copies with whole weights send: those of ZeRO-1, and of DDP with one shard."""
     nbytes = 2 * run.weights_on_gpu
     gather = ring(run, machine, nbytes, run.shards, run.tensor, numbers)
-    copies = run.data // run.shards
-    stride = run.tensor * run.shards
-    between = 2 * ring(run, machine, nbytes / run.shards, copies, stride, numbers)
-    scatter = gather + between
+    scatter = gather + between_copies(run, machine, nbytes / run.shards, numbers)
     if run.shards > 1:
         gather += numbers["shard"] * run.shards
     shown_once = scatter + gather
     if run.overlap:
-        all_forward = run.stage_layers * forward
-        all_backward = run.stage_layers * backward
-        shown_once = longer(all_backward, scatter, numbers) - all_backward
-        shown_once += longer(all_forward, gather, numbers) - all_forward
+        shown_once = showing(run.stage_layers * backward, scatter, numbers)
+        shown_once += showing(run.stage_layers * forward, gather, numbers)
     return Sending(0.0, shown_once, scatter + gather)
 
 

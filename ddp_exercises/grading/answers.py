@@ -25,7 +25,7 @@ class Pristine(NamedTuple):
     """One exercise as it was given out.
 
     `given` is {id: source} of the cells that belong to no task; `answers` and `checks` are {task:
-    source of its cell}, and `points` {task: points}.
+    source of its cell}, and `points` {task: points}. No source begins or ends with a blank.
     """
 
     given: dict[str, str]
@@ -64,7 +64,7 @@ def load_exercises() -> Exercises:
         exercises[notebook.metadata.ddp_course.exercise] = pristine
         for cell in notebook.cells:
             about = cell.metadata.get("ddp_course", {})
-            source = about.get("given", cell.source)
+            source = about.get("given", cell.source).strip()
             if about.get("role") == "answer":
                 pristine.answers[about.task] = source
             elif about.get("role") == "check":
@@ -129,13 +129,13 @@ def may_be_defined(task: str, pristine: Pristine, cells: Sequence[Cell]) -> bool
     It may have been imported with a star, or been given another name: the placeholder is gone, or
     a cell of the learner's speaks of it.
     """
-    _, placeholders, checks, _ = pristine
-    given_out = (*pristine.given.values(), *placeholders.values(), *checks.values())
+    given, placeholders, checks, _ = pristine
+    given_out = {*given.values(), *placeholders.values(), *checks.values()}
     sources = {cell.source.strip() for cell in cells if not cell.text_type}
-    if placeholders[task].strip() not in sources:
+    if placeholders[task] not in sources:
         return True
     words = re.compile(rf"\b(?:{'|'.join(find(task).names)}|{re.escape(task)})\b")
-    return any(words.search(source) for source in sources - set(map(str.strip, given_out)))
+    return any(words.search(source) for source in sources - given_out)
 
 
 def places_of(
@@ -174,9 +174,9 @@ def places_of(
 
 def without_placeholder(cell: Cell, task: str, pristine: Pristine) -> str:
     """Return what a learner has written into a cell: all but the text that was given out."""
-    if cell.source.strip() in map(str.strip, pristine.given.values()):
+    if cell.source.strip() in pristine.given.values():
         return ""
-    return cell.source.replace(pristine.answers[task].strip(), "").strip()
+    return cell.source.replace(pristine.answers[task], "").strip()
 
 
 def defines(source: str, names: Sequence[str]) -> bool:
@@ -189,14 +189,13 @@ def defines(source: str, names: Sequence[str]) -> bool:
 
 def trouble(task: str, pristine: Pristine, cells: Sequence[Cell]) -> str:
     """Return what is wrong, before anything runs, with a task that has no answer."""
-    given = pristine.answers[task].strip()
     names = find(task).names
     for cell in cells:
         if cell.text_type and defines(cell.source, names):
             return f"its answer is in a {cell.text_type} cell, which does not run: make it code"
     for cell in cells:
         is_own = cell.role == "answer" and cell.task == task
-        if given in cell.source or (is_own and not cell.text_type):
+        if pristine.answers[task] in cell.source or (is_own and not cell.text_type):
             return UNSOLVED
     return f"its answer cell is missing, and no other cell defines {' or '.join(names)}"
 
@@ -210,9 +209,8 @@ def assemble(
     cells of tasks that were answered elsewhere are left out.
     """
     given, placeholders, checks, _ = pristine
-    names = {source.strip(): name for name, source in given.items()}
-    left_out = {source.strip() for source in checks.values()}
-    left_out |= {placeholders[task].strip() for task in answers}
+    names = {source: name for name, source in given.items()}
+    left_out = {*checks.values(), *(placeholders[task] for task in answers)}
     answered = {place for answer in answers.values() for place in answer.places}
     # The imports come first, and cells that the learner has deleted; the rest comes where the
     # learner has it.

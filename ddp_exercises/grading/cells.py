@@ -42,11 +42,6 @@ class Cell(NamedTuple):
         """The tasks whose checks this cell calls."""
         return [] if self.text_type else CHECKED.findall(self.source)
 
-    @property
-    def exercise(self) -> str:
-        """The exercise whose task this cell answers."""
-        return self.task.split(".")[0]
-
 
 def read_cells(content: bytes) -> list[Cell]:
     """Return all cells of a notebook of any version.
@@ -62,8 +57,8 @@ def read_cells(content: bytes) -> list[Cell]:
         found = []
         for sheet in as_list(notebook.get("worksheets")):
             found += as_list(as_dict(sheet).get("cells"))
-    if not found and not isinstance(notebook.get("cells"), list):
-        raise GradingError("cannot be read as a notebook: it has no list of cells")
+        if not found:
+            raise GradingError("cannot be read as a notebook: it has no list of cells")
     return [as_cell(cell) for cell in found if isinstance(cell, dict)]
 
 
@@ -97,8 +92,7 @@ def as_cell(cell: dict) -> Cell:
         source = "\n".join(FENCED.findall(source)) or source
     known = Cell(as_text(cell.get("id")), source, text_type=text_type if text_type in TEXT else "")
     for sign, identity in signs_of(cell, source):
-        found = IDENTITY.fullmatch(as_text(identity))
-        if found:
+        if found := IDENTITY.fullmatch(as_text(identity)):
             role, exercise, number = found.groups()
             return known._replace(role=role, task=f"{exercise}.{number}", sign=sign)
     return known

@@ -206,8 +206,10 @@ def points_of(
         judged = {}
         for number, worth in pristine.points.items():
             if number not in answers:
-                unanswered = trouble(number, pristine, cells)
-                error = error_of(number, found[number], errors) if number in found else unanswered
+                if number in found:
+                    error = error_of(number, found[number], errors)
+                else:
+                    error = trouble(number, pristine, cells)
                 judged[number] = nothing(find(number), error)
             # Verdicts come as they are known, not in the order of tasks.
             while number not in judged:

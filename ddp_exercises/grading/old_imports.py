@@ -16,8 +16,6 @@ class WithoutOldImports(ast.NodeTransformer):
         if node.level or str(node.module).split(".")[0] != "ddp_course":
             return [node]
         old = [alias for alias in node.names if not is_there(str(node.module), alias.name)]
-        if not old:
-            return [node]
         node.names = [alias for alias in node.names if alias not in old]
         kept: list[ast.stmt] = [node] if node.names else [ast.Pass()]
         renamed = [f"{alias.asname} = {alias.name}" for alias in old if alias.asname]

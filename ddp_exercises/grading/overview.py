@@ -28,12 +28,13 @@ FIGURES = {
 
 def results_so_far(copy: Path, exercises: Exercises) -> list[Result]:
     """Return a result of each exercise, by the last check of each task."""
-    solved = {task for task, right in progress_in(copy).get("tasks", {}).items() if right}
+    solved = progress_in(copy).get("tasks", {})
     results = []
     for number, pristine in exercises.items():
-        tasks = []
-        for task, worth in pristine.points.items():
-            tasks.append(TaskResult(task, worth if task in solved else 0, worth))
+        tasks = [
+            TaskResult(task, worth if solved.get(task) else 0, worth)
+            for task, worth in pristine.points.items()
+        ]
         results.append(Result("you", number, tasks))
     return results
 
@@ -69,9 +70,8 @@ def asked_again(copy: Path, results: Sequence[Result]) -> list[str]:
     question that was answered wrong has a line as well.
     """
     known = questions.read_questions()
-    lines = []
-    for name in questions.wrong_so_far(copy):
-        lines.append(f"wrong so far: {questions.title(known[name])}")
+    wrong = questions.wrong_so_far(copy)
+    lines = [f"wrong so far: {questions.title(known[name])}" for name in wrong]
     open_tasks = [
         task.id for result in results for task in result.tasks if task.points < task.possible
     ]

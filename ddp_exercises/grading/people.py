@@ -76,7 +76,7 @@ def read_roster(path: str | Path) -> Roster:
 
 
 def owners_of(
-    parts: Sequence[str], known_owners: Mapping[str, list[Owner]], sections: Set[str] = frozenset()
+    parts: Sequence[str], known_owners: Mapping[str, list[Owner]], sections: Set[str]
 ) -> list[Owner]:
     """Return the owners of the notebook at `parts`, a path that begins with the named folder.
 
@@ -115,7 +115,7 @@ def sections_in(paths: Iterable[Sequence[str]]) -> set[str]:
     return {"/".join(each) for each in held if 2 * crowded[len(each)] >= depths[len(each)]}
 
 
-def owner_by_folder(parts: Sequence[str], sections: Set[str] = frozenset()) -> Owner:
+def owner_by_folder(parts: Sequence[str], sections: Set[str]) -> Owner:
     """Return the owner: the first folder that is no section says it, whatever lies in it.
 
     A notebook in the named folder itself has its learner's name, unless its name is the exercise's.

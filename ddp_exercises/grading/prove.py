@@ -105,9 +105,8 @@ def what_is_said(
     changes = chance.sample(changes, min(MOST, len(changes)))
     task = find(result.id)
     inputs = task.inputs(judge.seed)
-    attempts = []
-    for text, _ in [(result.answer, ""), *changes]:
-        attempts.append(Attempt(task, inputs, cells_with(result.id, text)))
+    texts = [result.answer, *(text for text, _ in changes)]
+    attempts = [Attempt(task, inputs, cells_with(result.id, text)) for text in texts]
     with tempfile.TemporaryDirectory(prefix="ddp_course_grading_") as folder:
         evidences = gather(attempts, partial(enter, folder), seconds=seconds)
     said = [first_line(each) for each in map(judge.compared, attempts, evidences)]

@@ -24,7 +24,7 @@ ODD_WORDS = (
 )
 
 
-def remarks(source: str, given: str = "") -> list[str]:
+def remarks(source: str, given: str) -> list[str]:
     """Return the lines of an answer that have an odd word, each with the word.
 
     `given` is the exercise's own cell of imports. None of its words is odd, and nobody needs more

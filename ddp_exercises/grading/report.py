@@ -30,12 +30,11 @@ def write_files(
     grades: Mapping[str, str] = {},
 ) -> None:
     """Write the reports that were asked for, and `grades`, {path: content}, each as a whole."""
-    records = [result.as_dict() for result in results]
     files = dict(grades)
     if args.csv:
         files[args.csv] = as_table(results)
     if args.json:
-        files[args.json] = json.dumps(records, indent=1) + "\n"
+        files[args.json] = json.dumps([each.as_dict() for each in results], indent=1) + "\n"
     if args.html:
         files |= {f"{args.html}/{name}": page for name, page in pages(results, missing).items()}
     for path, text in files.items():
@@ -86,16 +85,19 @@ def as_table(results: Sequence[Result]) -> str:
             parts = [
                 f"{part['name']} {part['points']:g}/{part['possible']:g}" for part in task.parts
             ]
-            row = vars(task) | whose | {"task": task.id}
-            row["parts"] = "; ".join(parts)
-            row["suspicious"] = "; ".join(task.suspicious)
-            row["notes"] = "; ".join(task.notes)
-            row["points"] = task.earned if result.graded and task.graded else None
-            rows.append(row)
+            points = task.earned if result.graded and task.graded else None
+            cells = {
+                "task": task.id,
+                "points": points,
+                "parts": "; ".join(parts),
+                "suspicious": "; ".join(task.suspicious),
+                "notes": "; ".join(task.notes),
+            }
+            rows.append(vars(task) | whose | cells)
         by_hand = EXCUSED if result.excused else result.extra
         if not result.tasks or result.comment or by_hand:
-            words = {"message": result.message, "comment": result.comment}
-            rows.append(whose | words | {"points": by_hand})
+            cells = {"points": by_hand, "message": result.message, "comment": result.comment}
+            rows.append(whose | cells)
     return as_csv(TITLES, rows)
 
 

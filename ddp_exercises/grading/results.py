@@ -94,10 +94,7 @@ class Result(ByHand):
     @property
     def next_task(self) -> str:
         """The first task with points to be earned; "" if there is none."""
-        for task in self.tasks:
-            if task.earned < task.possible:
-                return task.id
-        return ""
+        return next((task.id for task in self.tasks if task.earned < task.possible), "")
 
     @property
     def passed(self) -> bool:
@@ -203,11 +200,15 @@ def result_of(task: str, possible: float, verdict: Verdict) -> TaskResult:
         worth = possible * weights[name] / sum(weights.values())
         points = 0.0 if message else worth
         parts.append({"name": name, "points": points, "possible": worth, "message": clean(message)})
-    total = sum(part["points"] for part in parts)
-    message = clean(verdict.message)
-    result = TaskResult(task, total, possible, message, parts, graded=verdict.judged)
-    result.misconception = verdict.misconception
-    return result
+    return TaskResult(
+        task,
+        sum(part["points"] for part in parts),
+        possible,
+        clean(verdict.message),
+        parts,
+        misconception=verdict.misconception,
+        graded=verdict.judged,
+    )
 
 
 def first_line(message: str) -> str:

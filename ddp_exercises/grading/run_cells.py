@@ -54,11 +54,14 @@ def run_cells(
         os.environ.pop(variable, None)
     # Processes that a submission starts stay below this one.
     linux.adopt_orphans()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ[HAND_OVER] = f"{folder}/answers"
-    # Libraries write into their users' homes.
-    os.environ["HOME"] = os.environ["MPLCONFIGDIR"] = f"{folder}/work"
-    os.environ["IPYTHONDIR"] = f"{folder}/ipython"
+    os.environ |= {
+        HAND_OVER: f"{folder}/answers",
+        "OMP_NUM_THREADS": "1",
+        # Libraries write into their users' homes.
+        "HOME": f"{folder}/work",
+        "MPLCONFIGDIR": f"{folder}/work",
+        "IPYTHONDIR": f"{folder}/ipython",
+    }
     errors = dict.fromkeys(cells, NEVER_RUN)
     waiting = dict(cells)
     used = 0.0
@@ -101,7 +104,7 @@ class Kernel:
     while it waits for something. So a busy machine takes nothing from it.
     """
 
-    def __init__(self, folder: str, used: float = 0.0) -> None:
+    def __init__(self, folder: str, used: float) -> None:
         self.connection, kernels_end = multiprocessing.Pipe()
         self.process = FORK.Process(target=be_kernel, args=(folder, kernels_end))
         self.process.start()

@@ -239,7 +239,7 @@ def read_submission(item: Item, owner: Owner) -> Submission:
     except GradingError as error:
         work.fault = str(error)
     except json.JSONDecodeError as error:
-        line = error.doc[error.doc.rfind("\n", 0, error.pos) + 1 :].split("\n")[0]
+        line = error.doc.split("\n")[error.lineno - 1]
         work.fault = f'is not valid JSON, so Jupyter opens it no more: {error.msg}, "{line[:60]}"'
     except Exception as error:
         # It may be encrypted, no UTF-8, or odd in a way of its own.
@@ -293,21 +293,18 @@ def without_exercises_not_begun(
 
     If nobody has begun any exercise, all stay. A copy of the course has all exercises.
     """
-    numbers: dict[int, int] = {}  # the exercise of each work, by its place among the works
     begun = set()
+    untouched = {}  # {place of a notebook: its exercise}
     for place, work in enumerate(works):
         # If this fails, the grading of the work itself says why.
         with suppress(Exception):
-            number = numbers[place] = exercise_of(work, exercises)
+            number = exercise_of(work, exercises)
             if find_answers(exercises[number], work.cells):
                 begun.add(number)
-    if not begun:
-        return list(works)
-    asked_for = []
-    for place, work in enumerate(works):
-        if not work.answers or place not in numbers or numbers[place] in begun:
-            asked_for.append(work)
-    return asked_for
+            elif work.answers:
+                untouched[place] = number
+    left_out = {place for place, number in untouched.items() if begun and number not in begun}
+    return [work for place, work in enumerate(works) if place not in left_out]
 
 
 def exercise_of(work: Submission, exercises: Exercises) -> int:
@@ -319,7 +316,7 @@ def exercise_of(work: Submission, exercises: Exercises) -> int:
     numbered = NUMBERED.match(work.name)
     number = int(numbered[1]) if numbered else exercise_by_content(work.cells, exercises)
     if work.answers:
-        number = mode(int(cell.exercise) for cell in work.answers)
+        number = mode(int(cell.task.split(".")[0]) for cell in work.answers)
     if number is None:
         raise GradingError(work.fault or NO_ANSWERS)
     if number not in exercises:

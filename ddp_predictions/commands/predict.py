@@ -13,7 +13,7 @@ from typing import Any
 from ddp_course.base import files
 from manyranks import presets
 
-from ..answers import Answer, answer_of
+from ..answers import Answer, answer_of, predict
 from ..runs import UnknownAccelerator, read_run
 
 # These options are fields of a run.
@@ -96,7 +96,7 @@ def predict_one_run(args: argparse.Namespace, given: dict[str, Any]) -> None:
         print(decision.words())
         result = decision.chosen
     else:
-        result = answer_of(*read_run(fields))
+        result = predict(**fields)
         print(result.words())
     if args.figure and result:
         files.replace_file(args.figure, result.figure().png())
@@ -109,36 +109,32 @@ def predict_table(source: Path, target: str | None) -> None:
     """
     rows = read_table(source)
     errors = []
-    # These two are ordered sets: their values do not count.
-    titles: dict[str, Any] = {}
-    assumed: dict[str, None] = {}
-    unknown: list[str] = []  # the numbers of the lines whose GPU nobody knows
+    assumed = []
+    unknown = []  # the numbers of the lines whose GPU nobody knows
     for number, row in enumerate(rows, 2):
         if None in row:
             raise ValueError(f"{source}, line {number}: it has more cells than there are titles")
         try:
-            defaults = foretell(row)
+            assumed += foretell(row)
         except ValueError as wrong:
             raise ValueError(f"{source}, line {number}: {wrong}") from None
         if NOT_FORETOLD in row:
             unknown.append(str(number))
-            continue
-        if "error" in row:
+        elif "error" in row:
             errors.append(abs(float(row["error"])))
-        titles.update(row)
-        assumed.update(dict.fromkeys(defaults))
-    # This column comes last.
-    if unknown:
-        titles[NOT_FORETOLD] = None
+    titles = dict.fromkeys(title for row in rows for title in row)
     text = io.StringIO()
-    writer = csv.DictWriter(text, titles, lineterminator="\n")
+    # The column that says why there is no prediction comes last.
+    in_order = sorted(titles, key=NOT_FORETOLD.__eq__)
+    writer = csv.DictWriter(text, in_order, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     if target:
         files.replace_file(Path(target), text.getvalue().encode())
     else:
         sys.stdout.write(text.getvalue())
-    for sentence in remarks(unknown, list(assumed), errors):
+    # What several lines assume is said once.
+    for sentence in remarks(unknown, list(dict.fromkeys(assumed)), errors):
         print(sentence, file=sys.stderr)
 
 

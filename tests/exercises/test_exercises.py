@@ -346,7 +346,7 @@ def test_a_fault_is_named_that_makes_one_more_case_wrong_at_most(more, told):
     first = known_wrong("4.1")[0].message
     # Beside the task's parts the answer differs from the known one, so it is not the same.
     evidence[0].values["beside", "e"] = {None: 0}
-    said = verdict(find("4.1"), evidence[0], evidence[1], lambda: [Evidence(None), evidence[2]])
+    said = verdict(find("4.1"), evidence[0], evidence[1], lambda: [Evidence({}), evidence[2]])
     assert (first in said.message) is told, said.message
 
 
@@ -355,7 +355,7 @@ def test_numbers_are_told_where_a_probe_has_no_words():
     in_numbers = ("sums", "the numbers")
     values = {in_words: {0: None}, in_numbers: {0: torch.ones(2)}}
     right = {in_words: {0: "rank 0's"}, in_numbers: {0: torch.zeros(2)}}
-    said = verdict(find("4.2"), Evidence(values), Evidence(right), lambda: [Evidence(None)])
+    said = verdict(find("4.2"), Evidence(values), Evidence(right), lambda: [Evidence({})])
     assert said.message.startswith("the numbers: "), said.message
 
 

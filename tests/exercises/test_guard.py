@@ -194,7 +194,7 @@ def use_a_busy_core(folder, sender):
     for name in ("work", "answers", "ipython"):
         (Path(folder) / name).mkdir()
     os.environ["IPYTHONDIR"] = f"{folder}/ipython"
-    kernel = run_cells.Kernel(folder)
+    kernel = run_cells.Kernel(folder, 0.0)
     psutil.Process(kernel.process.pid).cpu_affinity([FIRST_CORE])
     kernel.run("pass", 60)
     for code in (LONG, "time.sleep(60)"):
@@ -300,7 +300,7 @@ def test_a_launch_that_no_time_was_left_for_is_told_who_took_it(tmp_path, monkey
         if limits is None:
             return [Evidence({}, seconds=1.0)]  # This evidence is the solution's.
         if of_a_company and attempts[0].number == "1.1":
-            return [Evidence(None, "not finished in time")]
+            return [Evidence({}, "not finished in time")]
         return []
 
     monkeypatch.setattr(grader, "gather", gathered)

@@ -41,7 +41,7 @@ def test_wrong_answers_are_told_what_is_wrong(exercise):
                 missed.append(
                     f"{task.number} {answer.name}: {said.message!r} without {answer.message!r}"
                 )
-            if answer.kind == "wrong" and evidence.values is None:
+            if answer.kind == "wrong" and evidence.failure:
                 missed.append(
                     f"{task.number} {answer.name}: leaves no evidence, so it is told:"
                     f" {evidence.failure}"
@@ -69,7 +69,7 @@ def test_what_a_task_asks_for_is_in_every_draw(task):
     for seed in range(draws):
         right = next(evidence)
         for answer in answers:
-            if not verdict(task, next(evidence), right, lambda: [Evidence(None)]).message:
+            if not verdict(task, next(evidence), right, lambda: [Evidence({})]).message:
                 passed.append(f"{answer.name}, seed {seed}")
     assert not passed, f"{task.number}: {passed}"
 

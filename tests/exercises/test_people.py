@@ -214,7 +214,7 @@ def test_the_roster_s_learner_is_the_one_of_whom_most_is_in_the_path(folder, lea
     (tmp_path / "r.csv").write_text(TWO_LEES)
     roster = read_roster(tmp_path / "r.csv")
     parts = ("class", folder, "04_x.ipynb")
-    assert in_roster(owners_of(parts, {})[0], parts, roster) == learner
+    assert in_roster(owners_of(parts, {}, set())[0], parts, roster) == learner
 
 
 def test_what_cannot_be_read_has_a_fault_and_costs_nobody_else(tmp_path):

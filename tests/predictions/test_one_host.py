@@ -35,7 +35,7 @@ def test_wires_explain_why_more_v100s_are_faster():
         assert sum(n for pair, n in predictions.V100_WIRES.items() if gpu in pair) == 6
     _, _, wire_us_mib, _ = one_host.fitted("V100")
     # GB/s; 25 is what one wire can carry.
-    assert one_host.MIB / wire_us_mib / 1e3 == pytest.approx(22, rel=0.1)
+    assert 2**20 / wire_us_mib / 1e3 == pytest.approx(22, rel=0.1)
 
 
 def test_the_fit_follows_the_published_times_and_a_model_without_wires_does_not(monkeypatch):

@@ -220,6 +220,8 @@ def test_a_gpu_that_nobody_knows_ends_no_table(tmp_path, capsys, monkeypatch):
     assert not first["not foretold"]
     assert '--accelerator "H100-96GB-500W=FLOP/s,bytes/s"' in unknown["not foretold"]
     assert "line 3;" in printed.err
+    assert cli.main(["predict", write(tmp_path / "unknown.csv", [rows[1]])]) == 0
+    assert "H100-96GB-500W" in capsys.readouterr().out
     taught = "H100-96GB-500W=989TFLOP/s,2.4TB/s,96GB,NVLink H100,3200Gbit"
     assert cli.main([*command, "--accelerator", taught]) == 0
     printed = capsys.readouterr()
