@@ -56,6 +56,8 @@ SETTINGS = {
     "@jupyterlab/apputils-extension:kernels-settings": {"commsOverSubshells": "disabled"},
     "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
     "@jupyterlab/notebook-extension:tracker": {"codeCellConfig": {"lineWrap": True}},
+    # Who closes the tab loses no more than what was typed last.
+    "@jupyterlab/docmanager-extension:plugin": {"autosaveInterval": 20},
     # Explorers return when a lesson is reopened.
     "@jupyter-widgets/jupyterlab-manager:plugin": {"saveState": True},
 }
@@ -153,6 +155,8 @@ def prepare_environment(folder: Path) -> None:
     os.environ["PATH"] = os.pathsep.join(
         [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     )
+    # Who forgets the first cell, or restarts the kernel, is told what to run.
+    os.environ.setdefault("PYTHONSTARTUP", str(Path(__file__).with_name("at_kernel_start.py")))
     os.chdir(folder)
     from jupyterlab_server.workspaces_handler import WorkspacesManager
 
