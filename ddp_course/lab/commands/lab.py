@@ -35,6 +35,15 @@ figures and the blocks of show.source are dark too. */
   .widget-inline-hbox > .widget-label { width: 100% !important; text-align: left !important; }
   .jp-RenderedHTMLCommon, .jp-RenderedMarkdown { overflow-x: auto; }
   .jp-OutputArea-output .widget-hprogress { min-width: 60px; }
+  .widget-hbox:has(.widget-hprogress) { flex-wrap: wrap; }
+  /* A figure's title is cut there, and stands below it once more. */
+  .title-for-all {
+    position: static !important; clip-path: none !important; white-space: normal !important;
+  }
+}
+/* Comments say what to do: in the dark they are as easy to read as the code. */
+[data-jp-theme-light="false"] {
+  --jp-mirror-editor-comment-color: #7fb8b8; --jp-mirror-editor-def-color: #66a3ff;
 }
 [data-jp-theme-light="false"] .jp-OutputArea-output :is(img, [style*="color:#111"]),
 [data-jp-theme-light="false"] .jp-RenderedMarkdown img[src*="docs/figures/"] {

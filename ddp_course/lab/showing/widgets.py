@@ -29,8 +29,11 @@ _LAYOUT = ipywidgets.Layout(width="560px", max_width="100%")
 _WIDE = {"description_width": "160px"}
 BANDWIDTHS = ["100Mbit", "1Gbit", "10Gbit", "100Gbit", "200Gbit", "400Gbit"]
 LAG_SECONDS = 0.3  # A figure that takes longer says that it is being drawn.
-# Screen readers read this, and nobody sees it.
-HIDDEN = '<span style="position:absolute;clip-path:inset(50%);white-space:nowrap">{}</span>'
+# Screen readers read this; nobody sees it, unless the screen is so narrow that it cuts the figure.
+HIDDEN = (
+    '<span class="title-for-all"'
+    ' style="position:absolute;clip-path:inset(50%);white-space:nowrap">{}</span>'
+)
 # No notebook program shows this type; the course's web site does.
 MIME = "application/vnd.ddp-course+json"
 
