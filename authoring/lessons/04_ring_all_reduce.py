@@ -49,8 +49,8 @@ next round.
 
 # %% [markdown]
 r"""
-Write it before you open the next line: a function that takes a tensor and makes it the sum, in place, in a new cell.
-`wire.neighbours()` returns this rank, K, and the ranks to the left and to the right;
+Write it before you open the next line: a function that takes a tensor and makes it the sum, in place, in a new cell, which the
+button + above the lesson makes. `wire.neighbours()` returns this rank, K, and the ranks to the left and to the right;
 `wire.exchange(outgoing, right, incoming, left)` sends one tensor while it receives another. A copy, an empty tensor and a loop
 of three lines are enough. What must leave in the first round, and what in all others? To try it, put its name in the place of
 `ring_all_reduce` in the first cell of the section *Run*.
