@@ -34,7 +34,7 @@ figures and the blocks of show.source are dark too. */
   .jp-OutputArea-output .widget-inline-hbox { flex-flow: row wrap; height: auto; }
   .widget-inline-hbox > .widget-label { width: 100% !important; text-align: left !important; }
   .jp-RenderedHTMLCommon, .jp-RenderedMarkdown { overflow-x: auto; }
-  .jp-OutputArea-output .widget-hprogress { min-width: 60px; }
+  .jp-OutputArea-output .widget-hprogress { flex: 1 0 60px; height: 28px; }
   .widget-hbox:has(.widget-hprogress) { flex-wrap: wrap; }
   /* A figure's title is cut there, and stands below it once more. */
   .title-for-all {
