@@ -15,10 +15,17 @@ it, plots it, and holds it against PyTorch's own and against a formula.
 - read the comparison figure that the whole course works towards,
 - say what this machine will and will not show you.
 
-*25 minutes, about half a minute of computing.* Run cells with Shift+Enter, from top to bottom; while one runs, its
-seconds are counted beside it. Guess before you run: a wrong guess that you wrote down teaches more than a right answer that you
-read. From lesson 03 on, some cells show a single line and three dots: they measure or draw. Run them like all others; a click on
-the dots shows their code.
+*25 minutes, about half a minute of computing.*
+
+**How to use this page.** The boxes with code are *cells*. Click into the first one and press Shift+Enter: the cell runs, what it
+prints or draws appears below it, and the next cell is chosen. Beside a cell stands `[ ]` as long as it has not run, its seconds while it
+runs, and then a number. Run all cells from top to bottom, also those that show nothing, because later ones need what they
+make. The program that runs them and remembers what they made is called the *kernel*. When it was restarted, or you come back another day,
+run the cells from the top again.
+
+You may change any cell and run it again. Guess before you run: a wrong guess that you wrote down teaches more than a right answer
+that you read. From lesson 03 on, some cells show a single line and three dots: they measure or draw. Run them like all others; a
+click on the dots shows their code.
 """
 
 # %% imports
@@ -71,8 +78,9 @@ Each rank has a gradient, and all of them need the sum. One rank could collect a
 and a right neighbour. Everyone sends to the right and receives from the left, all at the same time. What came in is added to
 the sum, and is what is sent on next. After K-1 rounds everyone has the sum.
 
-Write the two lines, and run the cell. It runs your ring on four ranks that begin with 1, 10, 100 and 1000, so that each digit of
-a sum counts how often one rank's number was added. If the sum is right, it shows your ring's time beside the server's.
+Write the two lines in place of the three dots, indented as far as the line above them, and run the cell. It runs your ring on
+four ranks that begin with 1, 10, 100 and 1000, so that each digit of a sum counts how often one rank's number was added. If the
+sum is right, it shows your ring's time beside the server's.
 """
 
 
@@ -135,7 +143,7 @@ r"""
 Seven strategies, each from the same weights, on the same batches. The first two are one process; all others are K
 processes. The last one is PyTorch's own DDP. We time ten steps of each on emulated devices and links. The rest of the training
 runs without emulation: this gives the same weights with less waiting. It takes half a minute, and the bar says how far it is. (The
-terminal command `ddp-course compare` does the same, and `--device-speed none` shows your processor as it is.)
+terminal command `ddp-course compare` does the same, and `--device-speed none` shows your processor as it is. It takes [your own model](../docs/YOUR_MODEL.md), too.)
 """
 
 # %% compare
@@ -151,9 +159,11 @@ Read the panels one by one:
 1. **Loss** (measured): all curves lie on one another. However the work is split, the same thing is learned.
 2. **Step time** (virtual time; the marks are derived): the hatched part is waiting for what travels: gradients, and under
    DataParallel weights, too. This is what the course fights, and from stage 2 to stage 5 there is less and less of it.
-3. **Bytes** (counted): what the busiest rank sends in a step; the lines across are the formula. Only stages that send through the course's own wire are counted.
+3. **Bytes** (counted): what the busiest rank sends in a step; the lines across are the formula. The server sends twice as much
+   as a rank of the ring, and yet makes all wait four times as long, since it must receive as much before it sends. Only
+   stages that send through the course's own wire are counted.
 4. **Timeline** (virtual time): one step of each, one row per rank. In the server's rows you see ranks that wait for their
-   turn (as part of the communication, in its colour); in lesson 05's rows communication runs *below* the backward pass,
+   turn (as part of the communication, in its colour); in the rows of buckets communication runs *below* the backward pass,
    at the same time. In virtual time only matrix products take time. An update has none, so its bar has no length.
 
 The server's rows are shifted against each other: a rank that has its average begins the next step while the server still
@@ -193,8 +203,8 @@ All of this depends on how fast the links are. Move the sliders: which strategy 
 slow, when there are more ranks, when each message costs something? Sharding, pipeline and tensor parallelism (lessons
 07 to 09) are for models that are too large for one device. This one is small: here sharding is slower than buckets, and
 pipeline and tensor parallelism are slower than one device. The whole-gradient ring is the first try of lesson 04.
-The bars are computed by the formulas of the column *predicted*. In the title p is the bytes of all gradients, and b is the
-bytes per second that a link carries, so p/b is the time in which one link carries them once.
+The bars are computed by the formulas of the column *predicted*. The first slider is the time in which one link carries all
+gradients once. Later lessons write it p/b: p is the bytes of all gradients, and b the bytes per second that a link carries.
 """
 
 # %% explorer
@@ -285,10 +295,10 @@ The [glossary](../docs/GLOSSARY.md) has every term. Three ways through, and how 
 
 - **Twenty minutes**: [on one page](../docs/TWENTY_MINUTES.md), to a ring of your own that beats the server.
 - **Two hours**: this lesson, [04](04_ring_all_reduce.ipynb) and [05](05_bucketed_ddp.ipynb), to the step that hides its
-  communication.
+  communication. Both open with questions about lessons 01 to 03, which you can leave out.
 - **Everything**: a lesson and its exercise at a time, about 34 hours.
 
-On a narrow screen *Ctrl+B* closes the list of files. After a restart of the kernel a figure with sliders stands still
+*Ctrl+B* shows the list of files and hides it again. After a restart of the kernel a figure with sliders stands still
 until its cell is run again.
 
 ## Where you are

@@ -49,8 +49,8 @@ next round.
 
 # %% [markdown]
 r"""
-Write it before you open the next line: a function that takes a tensor and makes it the sum, in place, in a new cell.
-`wire.neighbours()` returns this rank, K, and the ranks to the left and to the right;
+Write it before you open the next line: a function that takes a tensor and makes it the sum, in place, in a new cell, which the
+button + above the lesson makes. `wire.neighbours()` returns this rank, K, and the ranks to the left and to the right;
 `wire.exchange(outgoing, right, incoming, left)` sends one tensor while it receives another. A copy, an empty tensor and a loop
 of three lines are enough. What must leave in the first round, and what in all others? To try it, put its name in the place of
 `ring_all_reduce` in the first cell of the section *Run*.
@@ -660,8 +660,10 @@ r"""
 
 The ring of lesson 00 stands here beside the chunked ring and PyTorch's own. It sends whole gradients, (K-1) p, so its steps take
 longer. Cut the gradient into chunks yourself, as exercise 4 does in small steps, and it comes down to the others. If a line goes
-wrong, the row says by how much the weights differ from one device's, and from which step on. The timeline draws what your row does between
-backward and update as waiting, because only the course's own functions say when they send.
+wrong, the row says by how much the weights differ from one device's, and from which step on. From step 1 on the average itself is
+wrong: perhaps nobody divides, or a part of the sum is missing. From a later step on, something is left over from the step
+before. The timeline draws what your row does between backward and update as waiting, because only the course's own functions
+say when they send.
 """
 
 

@@ -1,5 +1,6 @@
 """An interrupted cell says in one line where it stopped, and one that lacks a name what to run."""
 
+import inspect
 import linecache
 import re
 import sys
@@ -37,10 +38,22 @@ def show(
     shell.showtraceback((kind, error, trace))
     missing = MISSING.match(str(error))
     if missing and missing[1] not in shell.user_ns:
-        print(
-            f"No cell that has run in this kernel makes {missing[1]}. If a cell further up does,"
-            " run that one, or choose Run › Run All Above Selected Cell."
-        )
+        print(where_it_comes_from(missing[1], shell.user_ns))
+
+
+def where_it_comes_from(missing: str, names: dict[str, Any]) -> str:
+    """Say where the notebook with these names may have a name that its kernel does not know."""
+    advice = (
+        f"No cell that has run in this kernel makes {missing}. If a cell further up does, run that"
+        " one, or choose Run › Run All Above Selected Cell."
+    )
+    for function in filter(inspect.isfunction, names.values()):
+        if function.__globals__ is names and missing in function.__code__.co_varnames:
+            return (
+                f"{advice} ({missing} is known inside {function.__name__}, only to lines that are"
+                " indented as that function's are.)"
+            )
+    return advice
 
 
 def where(trace: TracebackType | None, names: dict[str, Any]) -> str:

@@ -26,7 +26,7 @@ ENDING_SECONDS = 5.0
 SIGNAL_HINTS = {
     "SIGKILL": " (from outside, or by the system: then probably because memory ran out)",
     "SIGSEGV": " (segmentation fault)",
-    "SIGABRT": " (a library gave up)",
+    "SIGABRT": " (a library gave up: gloo does where a message is longer than what receives it)",
 }
 
 

@@ -82,3 +82,15 @@ def test_a_cell_that_is_run_too_early_says_which_cells_come_first(kernel):
         texts = [m["content"]["text"] for m in seen if m["msg_type"] == "stream"]
         told = "No cell that has run in this kernel makes seconds. If a cell further up"
         assert ("".join(texts).startswith(told)) == hint, (code, texts)
+
+
+def test_a_line_that_is_not_indented_is_told_which_function_has_its_name(kernel):
+    _, client = kernel
+    client.execute("import ddp_course.lab\ndef my_ring(tensor): incoming = tensor")
+    said = {}
+    for name in ("incoming", "outgoing"):
+        seen: list = []
+        client.execute_interactive(name, output_hook=seen.append, timeout=60)
+        texts = [m["content"]["text"] for m in seen if m["msg_type"] == "stream"]
+        said[name] = "(incoming is known inside my_ring, only to lines that" in "".join(texts)
+    assert said == {"incoming": True, "outgoing": False}

@@ -34,7 +34,16 @@ figures and the blocks of show.source are dark too. */
   .jp-OutputArea-output .widget-inline-hbox { flex-flow: row wrap; height: auto; }
   .widget-inline-hbox > .widget-label { width: 100% !important; text-align: left !important; }
   .jp-RenderedHTMLCommon, .jp-RenderedMarkdown { overflow-x: auto; }
-  .jp-OutputArea-output .widget-hprogress { min-width: 60px; }
+  .jp-OutputArea-output .widget-hprogress { flex: 1 0 60px; height: 28px; }
+  .widget-hbox:has(.widget-hprogress) { flex-wrap: wrap; }
+  /* A figure's title is cut there, and stands below it once more. */
+  .title-for-all {
+    position: static !important; clip-path: none !important; white-space: normal !important;
+  }
+}
+/* Comments say what to do: in the dark they are as easy to read as the code. */
+[data-jp-theme-light="false"] {
+  --jp-mirror-editor-comment-color: #7fb8b8; --jp-mirror-editor-def-color: #66a3ff;
 }
 [data-jp-theme-light="false"] .jp-OutputArea-output :is(img, [style*="color:#111"]),
 [data-jp-theme-light="false"] .jp-RenderedMarkdown img[src*="docs/figures/"] {
@@ -56,6 +65,8 @@ SETTINGS = {
     "@jupyterlab/apputils-extension:kernels-settings": {"commsOverSubshells": "disabled"},
     "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
     "@jupyterlab/notebook-extension:tracker": {"codeCellConfig": {"lineWrap": True}},
+    # Who closes the tab loses no more than what was typed last.
+    "@jupyterlab/docmanager-extension:plugin": {"autosaveInterval": 20},
     # Explorers return when a lesson is reopened.
     "@jupyter-widgets/jupyterlab-manager:plugin": {"saveState": True},
 }
@@ -152,6 +163,8 @@ def prepare_environment(folder: Path) -> None:
     os.environ["PATH"] = os.pathsep.join(
         [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     )
+    # Who forgets the first cell, or restarts the kernel, is told what to run.
+    os.environ.setdefault("PYTHONSTARTUP", str(Path(__file__).with_name("at_kernel_start.py")))
     os.chdir(folder)
     from jupyterlab_server.workspaces_handler import WorkspacesManager
 

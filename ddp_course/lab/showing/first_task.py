@@ -13,7 +13,7 @@ from manyranks.links import Link
 
 from ...stage3_paramserver import average_on_server
 from ..measuring.timing import time_collective
-from .plots import Picture, bars
+from .plots import STAGE_COLOURS, Picture, bars
 
 Ring = Callable[[torch.Tensor], Any]
 RANKS = 4
@@ -21,6 +21,8 @@ RANKS = 4
 REASONS = {
     "1000": "Nothing was added to `tensor`. Add what came in to it in place, with +=: `tensor = …`"
     " only gives a new tensor its name, which the caller does not see.",
+    "1100": "Only the left neighbour's number came in. Both lines belong into the loop: indent them"
+    " as far as the line above them.",
     "1300": "The left neighbour's number came in three times: each round sent the same. What is"
     " sent next must be what just came in.",
     "1331": "The whole sum was sent on, and so were numbers that the next rank has already. What is"
@@ -47,6 +49,7 @@ def first_ring(ring: Ring) -> Picture | None:
         ms,
         "time to average 1 MiB (ms)",
         f"My ring: {ms['my ring']:.0f} ms, the server: {ms['server']:.0f} ms",
+        colours={"server": STAGE_COLOURS["3"], "my ring": STAGE_COLOURS["4w"]},
         kind="virtual time",
     )
 
@@ -72,7 +75,10 @@ def what_is_wrong(ring: Ring, counts: set[str]) -> str:
     with suppress(OSError, TypeError):
         if "        ...  #" in inspect.getsource(ring):
             return "The two lines are not written yet: put them in place of the three dots."
-    reason = "Each number has to come by once: send on what just came in, and add it to `tensor`."
+    reason = (
+        "Each number has to come by once, as it is: send on what just came in, and add it to"
+        " `tensor`."
+    )
     if len(counts) == 1:
         reason = REASONS.get(counts.pop(), reason)
     return f"Not the sum yet: it is 1111. {reason}"

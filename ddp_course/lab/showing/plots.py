@@ -214,8 +214,9 @@ def comparison_message(results: Comparison) -> str:
     names = {"3": "server", "4": "ring", "5": "buckets"}
     gains = []
     for stage in results.stages:
-        if stage.stage in names:
-            gains.append(f"{stage.speed_up:.1f} ({names[stage.stage]})")
+        name = names.get(stage.stage, stage.name)
+        if stage.stage in (*names, "yours") and not stage.differs_from_step:
+            gains.append(f"{stage.speed_up:.1f} ({name})")
     distance = f"weights differ by at most {results.max_abs_diff:.1e}"
     different = [stage for stage in results.stages if stage.differs_from_step]
     if different:

@@ -29,8 +29,11 @@ _LAYOUT = ipywidgets.Layout(width="560px", max_width="100%")
 _WIDE = {"description_width": "160px"}
 BANDWIDTHS = ["100Mbit", "1Gbit", "10Gbit", "100Gbit", "200Gbit", "400Gbit"]
 LAG_SECONDS = 0.3  # A figure that takes longer says that it is being drawn.
-# Screen readers read this, and nobody sees it.
-HIDDEN = '<span style="position:absolute;clip-path:inset(50%);white-space:nowrap">{}</span>'
+# Screen readers read this; nobody sees it, unless the screen is so narrow that it cuts the figure.
+HIDDEN = (
+    '<span class="title-for-all"'
+    ' style="position:absolute;clip-path:inset(50%);white-space:nowrap">{}</span>'
+)
 # No notebook program shows this type; the course's web site does.
 MIME = "application/vnd.ddp-course+json"
 
@@ -257,7 +260,8 @@ def fastest(lines: dict[str, Any], place: int) -> str:
 
 
 @explorer(
-    share=("p/b (% of a step)", [0.5, 2, 8.6, 20, 50, 200]),  # 8.6 is the setting of `compare`.
+    # 8.6 is the setting of `compare`.
+    share=("gradients (% of a step)", [0.5, 2, 8.6, 20, 50, 200]),
     world_size=("ranks K", [2, 4, 8]),
     latency=("latency (% of a step)", [0, 0.1, 1]),
 )
@@ -297,7 +301,8 @@ def strategies_explorer(world_size: int = 4, share: float = 8.6, latency: float 
             conclusion = f"{stage.name} is {best:.1f} times as fast as one"
     if no_pipeline:
         conclusion += "; five layers are no pipeline"
-    title = f"{world_size} devices, p/b is {share:g} % of one device's step: {conclusion}"
+    sending = f"all gradients cross a link in {share:g} % of one device's step"
+    title = f"{world_size} devices, {sending}:\n{conclusion}"
     return plots.bars(
         speed_ups,
         "times as fast as one device",
@@ -343,7 +348,10 @@ def caps_explorer(steps: list[Any], measured: list[Any]) -> Any:
 def bucket_figure(steps: list[Any], measured: list[Any], row: int) -> Picture:
     """Draw the figure of `caps_explorer` for one row of `steps`."""
     cap, buckets, step_ms, hidden, spans = steps[row]
-    message = f"cap {cap:g} MiB (buckets: {buckets}): step {step_ms:.0f} ms, {hidden:.0f} % hidden"
+    message = (
+        f"cap {cap:g} MiB (buckets: {buckets}): simulated step {step_ms:.0f} ms,"
+        f" {hidden:.0f} % of the communication hidden"
+    )
     caps, _, simulated_ms, *_ = zip(*steps, strict=True)
     measured_caps, measured_ms = zip(*measured, strict=True)
     with panels(2, 1, height=4.4, message=message, kind="simulated", height_ratios=[1, 3]) as (
@@ -359,7 +367,7 @@ def bucket_figure(steps: list[Any], measured: list[Any], row: int) -> Picture:
         below.plot(measured_caps, measured_ms, "o", color=colour, label="program, in virtual time")
         shortest_ms, best_cap = min(zip(measured_ms, measured_caps, strict=True))
         below.annotate(
-            f"shortest: {shortest_ms:.0f} ms, at {best_cap:g} MiB",
+            f"the program's shortest: {shortest_ms:.0f} ms, at {best_cap:g} MiB",
             (best_cap, shortest_ms),
             xytext=(0.5, 0.4),
             textcoords="axes fraction",

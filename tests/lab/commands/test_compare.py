@@ -352,7 +352,11 @@ def test_a_stage_of_ones_own_stands_beside_the_others_and_is_told_where_it_goes_
     assert wrong.differs_from_step == 2
     assert wrong.max_abs_diff_vs_single > 1e-3
     assert "from step 2 on" in str(compare.table(results))
-    assert "only once trains something else" in compare_figure(results).axes[0].get_title("left")
+    figure = compare_figure(results)
+    assert "only once trains something else" in figure.axes[0].get_title("left")
+    # A speed of what trains something else is worth nothing.
+    assert "(by torch) times as fast as one device" in figure.alt
+    assert "(only once)" not in figure.alt
     assert Comparison.from_json(results.to_json()).stages == results.stages
 
 

@@ -38,6 +38,14 @@ def only_adds(tensor, outgoing, incoming):
     return outgoing
 
 
+def after_the_loop(tensor):
+    _, world_size, left, right = wire.neighbours()
+    for _ in range(world_size - 1):
+        incoming = torch.empty_like(tensor)
+        wire.exchange(tensor.clone(), right, incoming, left)
+    tensor += incoming
+
+
 def only_passes_on(tensor, outgoing, incoming):
     return incoming
 
@@ -55,6 +63,7 @@ def adds_twice(tensor, outgoing, incoming):
 WRONG = {
     "not written yet": unfilled,
     "came in three times": a_ring(only_adds),
+    "Both lines belong into the loop": after_the_loop,
     "Nothing was added": a_ring(only_passes_on),
     "The whole sum was sent on": a_ring(sends_the_sum),
     "Each number has to come by once": a_ring(adds_twice),
