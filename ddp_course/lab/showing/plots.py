@@ -216,7 +216,7 @@ def comparison_message(results: Comparison) -> str:
     for stage in results.stages:
         if stage.stage in names:
             gains.append(f"{stage.speed_up:.1f} ({names[stage.stage]})")
-    distance = f"weights differ by at most {results.max_abs_diff:.1e}"
+    distance = f"weights differ by at most {results.max_abs_diff:.2g}"
     different = [stage for stage in results.stages if stage.differs_from_step]
     if different:
         distance = "; ".join(
