@@ -564,12 +564,14 @@ def my_train(model, batches, lr):
     return losses
 
 
-# %% yours-in-the-comparison
+# %% compare-yours
 results = compare.run(
     "digits", world_size=K, stages="1,3,torch", device="cpu", progress=True,
     yours={"my server": my_train}
 )
-print(compare.table(results))
+compare.table(results)
+
+# %% yours-in-the-comparison
 show.compare_figure(results)
 
 # %% [markdown]
