@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from manyranks.launching.stacks import enumerate_ranks
 from manyranks.torch_inside import tree_leaves
 
 from .attempt import Evidence
@@ -196,10 +197,10 @@ def has(evidence: Evidence, part: str, value: Value) -> bool:
 def ranks_in_words(values: Sequence[Value], wrong: Sequence[Value]) -> str:
     """Return in words which ranks are wrong in the first wrong case; "" if all are."""
     case = wrong[0].case
-    ranks = [str(value.rank) for value in wrong if value.case == case]
+    ranks = [value.rank for value in wrong if value.case == case]
     if len(ranks) == sum(value.case == case for value in values):
         return ""
-    return f" (on rank {', '.join(ranks)}; the others are right)"
+    return f" ({enumerate_ranks(ranks, 'is', 'are')} wrong; the others are right)"
 
 
 def same(actual: Any, expected: Any, bound: float = 1e-6) -> bool:

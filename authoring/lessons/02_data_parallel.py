@@ -90,11 +90,11 @@ def error(sizes, weights):
 equal = error([24 // K] * K, [1 / K] * K)
 unequal = error([1, 7, 16], [1 / 3, 1 / 3, 1 / 3])
 weighted = error([1, 7, 16], [1 / 24, 7 / 24, 16 / 24])
-print(f"equal shards, plain mean:     {equal:.0e}")
-print(f"unequal shards, plain mean:   {unequal:.0e}")
-print(f"unequal shards, weighted:     {weighted:.0e}")
+print(f"equal shards, plain mean:     {equal:.1g}")
+print(f"unequal shards, plain mean:   {unequal:.1g}")
+print(f"unequal shards, weighted:     {weighted:.1g}")
 why = {"yes": "One sample of a small shard would weigh more than one of a large shard."}
-guess.reveal(f"off by {unequal:.0e}", "no", why=why)
+guess.reveal(f"off by {unequal:.1g}", "no", why=why)
 
 # %% claim-1
 # NBVAL_CHECK_OUTPUT
@@ -138,7 +138,7 @@ for reduction, rate in rates.items():
         by_shards = weights(4, factor * rate, reduction) - weights(1, rate, reduction)
         apart[reduction, factor] = float(by_shards.abs().max())
 for (reduction, factor), most in apart.items():
-    print(f"{reduction} of the losses, rate times {factor}: weights differ by {most:.0e}")
+    print(f"{reduction} of the losses, rate times {factor}: weights differ by {most:.1g}")
 
 # %% claim-2
 # NBVAL_CHECK_OUTPUT

@@ -523,8 +523,10 @@ What you write can stand beside the course's stages and PyTorch's own, in the ta
 training function as you would write it, which averages one gradient at a time. Run it, and then change it: let the server keep its sum to
 itself, average in the first step alone, or leave out the broadcast. The row then says by how much the weights differ from one device's,
 and from which step on. (A broadcast that is left out changes nothing as long as all ranks build the same model.) Two
-servers, each for every other gradient, would be right and faster, as question 2 says: rank 1 can be the second. In the timeline the time
-between your backward pass and your update is drawn as waiting, because only the course's own functions say when they send.
+servers, each for every other gradient, would be right and faster, as question 2 says: rank 1 can be the second. Your messages are ten
+times as many as stage 3's, which packs the ten gradients of the model into one tensor; here that costs nothing, because these links have
+no latency. In the timeline the time between your backward pass and your update is drawn as waiting, because only the course's own
+functions say when they send.
 """
 
 
@@ -562,12 +564,14 @@ def my_train(model, batches, lr):
     return losses
 
 
-# %% yours-in-the-comparison
+# %% compare-yours
 results = compare.run(
     "digits", world_size=K, stages="1,3,torch", device="cpu", progress=True,
     yours={"my server": my_train}
 )
-print(compare.table(results))
+compare.table(results)
+
+# %% yours-in-the-comparison
 show.compare_figure(results)
 
 # %% [markdown]

@@ -888,7 +888,7 @@ r"""
 ## Yours in the comparison
 
 The core that you read or wrote above, `CanBeQuiet`, trains here beside the complete wrapper and PyTorch's own. Change a line of its
-cell, run both cells again, and the row says by how much the weights differ from one device's, and from which step on. Nobody counts bytes here, since all
+cell, run it and the comparison again, and the row says by how much the weights differ from one device's, and from which step on. Nobody counts bytes here, since all
 three use torch's own all-reduce. Your core's row shows no sending and no waiting, because the core notes neither: it waits inside its
 backward pass, whose bar is longer by as much. Its step is a little shorter than the others', since its buckets have two parameters each,
 and less is left to send when backward ends.
@@ -910,12 +910,14 @@ def my_train(model, batches, lr):
     return losses
 
 
-# %% yours-in-the-comparison
+# %% compare-yours
 results = compare.run(
     "digits", world_size=K, stages="1,6,torch", device="cpu", progress=True,
     yours={"my core": my_train}
 )
-print(compare.table(results))
+compare.table(results)
+
+# %% yours-in-the-comparison
 show.compare_figure(results)
 
 # %% [markdown]

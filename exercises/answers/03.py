@@ -235,6 +235,12 @@ def average(tensor, server=0, group=None):
 #-     tensor /= dist.get_world_size(group)
 #+     tensor = tensor / dist.get_world_size(group)
 
+# %% 3.3 told: without the group | is `group` passed on?
+#-     collect(tensor, server, group)
+#-     send_back(tensor, server, group)
+#+     collect(tensor, server)
+#+     send_back(tensor, server)
+
 # %% 3.3 told: lazy, all_reduce | your code calls torch.distributed.all_reduce
 def average(tensor, server=0, group=None):
     dist.all_reduce(tensor, group=group)

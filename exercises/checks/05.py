@@ -240,7 +240,7 @@ class TellWhenReady:
             yield "complete", about, "; ".join(watch.too_early())
             case = f"backward pass {number}: calls that come late"
             yield "complete", case, watch.fault_of_late_calls()
-        yield "complete", "ready was called in a backward pass", ever_called
+        yield "complete", "whether ready was called in a backward pass", ever_called
 
 
 class ReadyWatch:
@@ -324,10 +324,10 @@ class AverageInBackground:
                 average_in_background(flats, watch.all_reduce, executor, size)
             done_at_return = len(watch.threads)
             means = [flat.clone() for flat in flats]
-        yield "waiting", "all_reduce was called", bool(watch.order)
+        yield "waiting", "whether all_reduce was called", bool(watch.order)
         yield "waiting", "where all_reduce runs", fault_of_threads(set(watch.threads))
         first_was_alone = bool(watch.alone) and watch.alone[0]
-        about = "the second bucket was submitted before the first was done"
+        about = "whether the second bucket was submitted before the first was done"
         yield "waiting", about, not first_was_alone
         too_soon = ""
         if done_at_return < len(flats):
@@ -335,7 +335,7 @@ class AverageInBackground:
             too_soon = f"{missing} of {len(flats)} buckets were not done: wait for each"
         yield "waiting", "when your function returned", too_soon
         untouched = not any(watch.touched)
-        yield "waiting", "nobody changed a bucket while it was reduced", untouched
+        yield "waiting", "whether a bucket stays as it is while it is reduced", untouched
         yield "waiting", "buckets were reduced in the order", watch.order
         yield "mean", "where the buckets are", moved(before, flats)
         for number, mean in enumerate(means):

@@ -152,10 +152,10 @@ class UsedAnywhere:
                 result = used_anywhere(mine, all_reduce)
             about = f"with {size} ranks"
             dtypes = [dtype for dtype, _ in calls]
-            yield "union", f"{about}, bools are added up", "bool" in dtypes
+            yield "union", f"{about}, whether bools are added up", "bool" in dtypes
             yield "union", about, result
             unchanged = mine.equal(used[dist.get_rank()])
-            yield "one all-reduce", f"{about}, the input is as it was", unchanged
+            yield "one all-reduce", f"{about}, whether the input is as it was", unchanged
             yield "one all-reduce", f"{about}, all-reduces", len(calls)
 
 
@@ -224,7 +224,7 @@ class ShareBuffers:
             yield "buffers", f"{about}, buffer {index} ({dtype})", buffer
         yield "buffers", f"{about}, the parameters", ONE.weights(model)
         in_place = before == addresses(model.buffers())
-        yield "buffers", f"{about}, buffers are the tensors that they were", in_place
+        yield "buffers", f"{about}, whether buffers are the tensors that they were", in_place
         sent = sum(event.bytes for event in events if event.kind == "send")
         yield "bytes", f"{about}, bytes sent", sent
         yield "bytes", f"{about}, lengths of messages", unequal_lengths(events, group)
@@ -334,10 +334,10 @@ class RealScript:
         if any(uncleared):
             pile_up = "the gradients of the step before are still there: is there a zero_grad()?"
         yield "weights", "when a backward pass begins", pile_up
-        yield "weights", "training changes the weights", not after.equal(before)
+        yield "weights", "whether training changes the weights", not after.equal(before)
         of_ranks = gathered(after)
         alike = all(of_rank.allclose(after) for of_rank in of_ranks)
-        yield "weights", "all ranks have the same weights at the end", alike
+        yield "weights", "whether all ranks have the same weights at the end", alike
         by_hand = ""
         if alike and not any(through_wrapper):
             by_hand = (
@@ -391,7 +391,7 @@ def shares_and_epochs(seen):
     by_any_rank = set(chain.from_iterable(gathered(first)))
     yield "shares", "samples that a rank sees in the first epoch", len(set(first))
     yield "shares", "samples that some rank sees in it", len(by_any_rank)
-    yield "epochs", "the second epoch has another order", first != second
+    yield "epochs", "whether the second epoch has another order", first != second
     yield "epochs", "samples that a rank sees in the second epoch", len(second)
 
 
@@ -724,10 +724,10 @@ class PublishedScript:
         if any(uncleared):
             pile_up = "the gradients of the step before are still there: is there a zero_grad()?"
         yield "gradients", "when a backward pass begins", pile_up
-        yield "gradients", "training changes the weights", not after.equal(before)
+        yield "gradients", "whether training changes the weights", not after.equal(before)
         alike = all(of_rank.allclose(after) for of_rank in gathered(after))
-        yield "gradients", "all ranks have the same weights at the end", alike
-        yield "gradients", "forward passes go through the wrapper", any(through_wrapper)
+        yield "gradients", "whether all ranks have the same weights at the end", alike
+        yield "gradients", "whether forward passes go through the wrapper", any(through_wrapper)
         largest = max((len(numbers) for _, numbers in passes), default=0)
         yield "gradients", "samples in the largest batch", largest
         if alike and any(through_wrapper) and not pile_up:

@@ -144,7 +144,7 @@ class GlobalMean:
                 result = "not a number"
             yield part, f"{about}, a number", fault
             yield part, about, result
-            yield part, f"{about}, all_reduce was called", bool(calls)
+            yield part, f"{about}, whether all_reduce was called", bool(calls)
             if counts[rank]:
                 yield part, f"{about}, the input afterwards", mean
 
@@ -203,10 +203,14 @@ class LargestRate:
         six = "a sentence of six words or more was expected, six different ones"
         require(different_words(sentence) >= 6, six)
         with_half = learns(rate / 2)
-        yield "learns with half", "with half of your rate it learns", with_half
+        yield "learns with half", "whether it learns with half of your rate", with_half
         # Where nothing is learned at a rate, twice that rate says nothing.
         is_largest = with_half and not learns(2 * rate)
-        yield "not with twice", "it learns with half of your rate, and not with twice", is_largest
+        yield (
+            "not with twice",
+            "whether it learns with half of your rate, and not with twice",
+            is_largest,
+        )
 
 
 def learns(rate):

@@ -145,12 +145,12 @@ def one_step(events):
         place = kinds.index("rename")
         _, new, old, same_folder = events[place]
         before_rename = kinds[:place]
-    yield "in one step", "the finished file is put in place in one step", "rename" in kinds
+    yield "in one step", "whether the finished file is put in place in one step", "rename" in kinds
     yield "in one step", "what the new file holds when it is put in place", loaded(new)
     yield "in one step", "what the old file holds until then", loaded(old)
-    yield "in one step", "the temporary file lies beside the checkpoint", same_folder
-    yield "in one step", "os.fsync is called", "sync" in kinds
-    yield "in one step", "os.fsync comes before os.replace", "sync" in before_rename
+    yield "in one step", "whether the temporary file lies beside the checkpoint", same_folder
+    yield "in one step", "whether os.fsync is called", "sync" in kinds
+    yield "in one step", "whether os.fsync comes before os.replace", "sync" in before_rename
 
 
 def dropout_model(seed):

@@ -90,14 +90,18 @@ class WhatTheRunsWrote:
         both = "DDP and fully_shard"
         same_job = job_of(ddp) == job_of(sharded)
         yield part, "the wraps", [ddp["wrap"], sharded["wrap"]]
-        yield part, "two ranks or more", ddp["world_size"] > 1
-        yield part, f"{both} train the same model, as long, on as many ranks", same_job
-        yield part, f"{both} end with the same loss", close(ddp, sharded)
+        yield part, "whether there are two ranks or more", ddp["world_size"] > 1
+        yield part, f"whether {both} train the same model, as long, on as many ranks", same_job
+        yield part, f"whether {both} end with the same loss", close(ddp, sharded)
         part = "after a kill"
         same_job = job_of(ddp) == job_of(killed)
-        yield part, "it went on from a checkpoint", 0 < killed["resumed"] < killed["steps"]
-        yield part, "it trains the same model, as long, on as many ranks", same_job
-        yield part, "it ends with the loss of the run that was not killed", close(ddp, killed)
+        yield part, "whether it went on from a checkpoint", 0 < killed["resumed"] < killed["steps"]
+        yield part, "whether it trains the same model, as long, on as many ranks", same_job
+        yield (
+            part,
+            "whether it ends with the loss of the run that was not killed",
+            close(ddp, killed),
+        )
 
 
 @task("15.2", ("three_runs", "explained"), {"evidence": 1, "predicted": 1, "explained": 2})
@@ -122,11 +126,11 @@ class Explained:
             "predicted seconds are a number such as 0.05",
         )
         longer, shorter = several(pair, 2, "the cause is a pair of runs: (the longer, the shorter)")
-        yield "predicted", "a step takes less than a minute", predicted < 60
+        yield "predicted", "whether a step takes less than a minute", predicted < 60
         measured = runs["ddp"]["step_s"]
         # Nobody predicts a step to a thousandth.
         another = abs(predicted - measured) > 1e-3 * measured
-        yield "predicted", "it is another number than the measurement", another
+        yield "predicted", "whether it is another number than the measurement", another
         # Ranks beside each other without messages, and messages: each explains a part of the gap.
         beside = runs["none"]["step_s"] - runs["alone"]["step_s"]
         messages = measured - runs["none"]["step_s"] - (predicted - runs["alone"]["step_s"])
@@ -145,7 +149,7 @@ class Explained:
                     "the other pair of runs differs by more: ranks beside each other"
                     f" {beside:+.3f} s, messages {messages:+.3f} s"
                 )
-        yield "explained", "the two runs differ in one thing only", size is not None
+        yield "explained", "whether the two runs differ in one thing only", size is not None
         yield "explained", "the longer run, then the shorter", fault_of_order
         yield "explained", "the larger part of the gap", fault_of_size
         require_explanation(why)

@@ -139,12 +139,18 @@ def unequal_lengths(events: list, group: Any) -> str:
     """
     rank = dist.get_rank(group)
     size = dist.get_world_size(group)
+    members = dist.get_process_group_ranks(group)
     lengths = torch.zeros(2, size, size, MOST_MESSAGES, dtype=torch.int64)
     sent, received = lengths
     for event in events:
         if event.kind == "span":
             continue
-        peer = dist.get_group_rank(group, event.peer)
+        require(
+            event.peer in members,
+            f"a message between rank {members[rank]} and rank {event.peer}, but the group is ranks"
+            f" {members}: is `group` passed on?",
+        )
+        peer = members.index(event.peer)
         row = sent[rank, peer] if event.kind == "send" else received[peer, rank]
         free = (row == 0).nonzero()
         if len(free):

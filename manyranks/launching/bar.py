@@ -11,20 +11,6 @@ DRAWING_SECONDS = 1.0  # The bar is drawn this often.
 LATE_SECONDS = 5.0  # Nobody should look at nothing for longer.
 
 
-def vanish(bar: Any) -> None:
-    """End a tqdm bar without a trace.
-
-    In a notebook its widget is hidden: a closed one would be an error when the page is reopened.
-    """
-    bar.leave = False
-    if hasattr(bar, "container"):
-        bar.container.layout.display = "none"
-        bar.leave = True
-    if bar.total:
-        bar.total = bar.n  # Otherwise it would be red.
-    bar.close()
-
-
 def somebody_looks() -> bool:
     """Tell whether a person sees what appears now: at a terminal, or in a notebook that is open.
 
@@ -52,7 +38,7 @@ class Bar:
         if not isinstance(progress, tuple):
             progress = ("rank 0", progress)
         self.name, self.total = progress
-        self.bar: Any = None  # tqdm's own
+        self.bar: Any = None  # what is drawn
         wait = DRAWING_SECONDS if self.total else LATE_SECONDS
         self.next_drawing = time.monotonic() + wait
 
@@ -69,9 +55,9 @@ class Bar:
 
     def seconds(self) -> Any:
         """Return a bar without a length that says how long the launch takes, and ends with it."""
-        from tqdm.auto import tqdm
+        from .drawn_bar import DrawnBar
 
-        seconds = tqdm(bar_format="the launch runs: {elapsed}")
+        seconds = DrawnBar(bar_format="the launch runs: {elapsed}", leave=False)
         seconds.start_t -= LATE_SECONDS
         return seconds
 
@@ -79,10 +65,11 @@ class Bar:
         """Show that rank 0 has done `steps` optimizer steps."""
         if self.bar is None:
             # This loads the notebook's widgets, which ranks do not need.
-            from tqdm.auto import tqdm
+            from .drawn_bar import DrawnBar
 
             total = None if self.total is True else self.total  # tqdm's None is "nobody knows".
-            self.bar = tqdm(total=total, desc=self.name, unit="step", disable=sys.stderr is None)
+            hidden = sys.stderr is None
+            self.bar = DrawnBar(total=total, desc=self.name, unit="step", disable=hidden)
         self.bar.update(steps - self.bar.n)
 
     def print(self, text: str, stream: str) -> None:
@@ -101,9 +88,6 @@ class Bar:
                 file.write(writable.decode(file.encoding))
 
     def close(self) -> None:
-        """End the bar: a full one stays, and another goes, which tqdm would leave in red."""
-        if self.bar is None:
-            return
-        if not self.total or (self.bar.total and self.bar.n < self.bar.total):
-            vanish(self.bar)
-        self.bar.close()
+        """End the bar: a full one stays, and another goes."""
+        if self.bar is not None:
+            self.bar.close()

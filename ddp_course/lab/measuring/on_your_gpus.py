@@ -67,7 +67,7 @@ def on_your_gpus(stages: str) -> Comparison:
     else:
         print(
             "No GPU that CUDA can use is here. On the processor no weight is further than"
-            f" {results.max_abs_diff:.0e} from one device's; the times are another machine's."
+            f" {results.max_abs_diff:.0g} from one device's; the times are another machine's."
         )
     return results
 

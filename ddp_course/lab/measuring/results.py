@@ -69,7 +69,7 @@ class StageResult:
     def difference(self) -> str:
         """The largest difference of a weight from the single device's, and since when, if large."""
         if self.differs_from_step is None:
-            return f"{self.max_abs_diff_vs_single:.1e}"
+            return f"{self.max_abs_diff_vs_single:.2g}"
         since = "at the end"  # Only early steps are looked at, and the last one.
         if self.differs_from_step < len(self.loss):
             since = f"from step {self.differs_from_step} on"

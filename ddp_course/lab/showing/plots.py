@@ -217,7 +217,7 @@ def comparison_message(results: Comparison) -> str:
         name = names.get(stage.stage, stage.name)
         if stage.stage in (*names, "yours") and not stage.differs_from_step:
             gains.append(f"{stage.speed_up:.1f} ({name})")
-    distance = f"weights differ by at most {results.max_abs_diff:.1e}"
+    distance = f"weights differ by at most {results.max_abs_diff:.2g}"
     different = [stage for stage in results.stages if stage.differs_from_step]
     if different:
         distance = "; ".join(

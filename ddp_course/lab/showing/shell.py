@@ -9,9 +9,7 @@ import sys
 import tempfile
 from contextlib import suppress
 
-from tqdm.auto import tqdm
-
-from manyranks.launching.bar import vanish
+from manyranks.launching.drawn_bar import DrawnBar as progress
 
 from ..folders import course_folder
 
@@ -22,21 +20,6 @@ PROGRAMS = {
 }
 # Lines of torchrun's log begin like this.
 NOISE = r"[WIE][01]|\[[WIE]|\[Gloo\]|\*\*\*\*\*|Setting OMP"
-
-
-class progress(tqdm):
-    """A bar around a loop, which ends full, or goes when the loop ends early.
-
-    tqdm's own bar would stay in a notebook, in red, even where nothing failed.
-    """
-
-    total: float | None
-
-    def close(self) -> None:
-        """End the bar, and remove it if it is not full."""
-        if not self.disable and self.total and self.n < self.total:
-            vanish(self)  # It closes the bar, which is then full.
-        super().close()
 
 
 def command(*lines: str, timeout: float = 120) -> list[int]:
