@@ -483,7 +483,7 @@ chunked = launch(bits, ring_all_reduce, world_size=4)
 different = sum((whole[0] != other).any().item() for other in whole[1:])
 largest = max((whole[0] - other).abs().max() for other in whole)
 print(f"whole gradients: {different} of 3 ranks differ from rank 0;", end=" ")
-print(f"largest difference {largest:.0e}")
+print(f"largest difference {largest:.0g}")
 assert different > 0 and all(torch.equal(chunked[0], other) for other in chunked)
 print("chunked ring: the same bits on all ranks; whole-gradient ring: not")
 
@@ -696,12 +696,14 @@ def my_train(model, batches, lr):
     return losses
 
 
-# %% yours-in-the-comparison
+# %% compare-yours
 results = compare.run(
     "digits", world_size=K, stages="1,4,torch", device="cpu", progress=True,
     yours={"my ring": my_train}
 )
-print(compare.table(results))
+compare.table(results)
+
+# %% yours-in-the-comparison
 show.compare_figure(results)
 
 # %% [markdown]

@@ -513,7 +513,7 @@ for ranks in (2, 4):
     large = launch(averaged, 25, world_size=ranks)[0]
     different = int((small != large).sum())
     most = (small - large).abs().max()
-    print(f"{ranks} ranks: {different:,} of {len(small):,} gradients differ, by at most {most:.0e}")
+    print(f"{ranks} ranks: {different:,} of {len(small):,} gradients differ, by at most {most:.0g}")
     alike[f"K = {ranks}"] = different == 0
 
 # %% claim-9
@@ -761,12 +761,14 @@ def my_train(model, batches, lr):
     return losses
 
 
-# %% yours-in-the-comparison
+# %% compare-yours
 results = compare.run(
     "digits", world_size=K, stages="1,4,5,torch", device="cpu", progress=True,
     yours={"at once": my_train}
 )
-print(compare.table(results))
+compare.table(results)
+
+# %% yours-in-the-comparison
 show.compare_figure(results)
 
 # %% [markdown]

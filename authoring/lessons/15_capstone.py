@@ -35,7 +35,8 @@ K = 2  # how many ranks; each imports torch, so that few cores do not make you w
 K = max(K, torch.cuda.device_count())  # a rank for each GPU
 FOLDER = Path("runs")  # where the runs write
 DEVICE = "cuda" if torch.cuda.device_count() >= K else "cpu"  # a GPU per rank, or the processor
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does so for several ranks, but not for one
+if "OMP_NUM_THREADS" not in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"  # torchrun does so for several ranks, but not for one
 
 # %% opening-questions
 show.questions(15)
