@@ -10,7 +10,6 @@ from torch.nn.functional import cross_entropy
 from manyranks import flight_recorder
 from manyranks.torch_inside import without_modes
 
-from ..base.objects import of_all_ranks
 from ..communication import failing_together
 from ..stage3_paramserver import gradients
 from ..stage4_ring import average_on_ring
@@ -87,9 +86,9 @@ class Pipeline:
         self.homes = home_ranks(self.schedule)
         self.last = max(self.homes)
         modules = [stages] if isinstance(stages, torch.nn.Module) else stages
-        # The keys are the numbers of the stages, with which the names in a state dict begin.
-        self.module = torch.nn.ModuleDict(self.numbered(modules))
-        for stage in modules:
+        self.module = torch.nn.ModuleList(modules)
+        self.stages = self.numbered(self.module)
+        for stage in self.module:
             stage.register_state_dict_post_hook(mark_as_parts)
         self.most_kept = 0
         self.steps = 0
@@ -106,14 +105,13 @@ class Pipeline:
             raise ValueError(
                 f"rank {self.rank} has stages {own} in this schedule, but {len(modules)} modules"
             )
-        layers = [layer for module in modules for layer in module.modules()]
-        wrappers = WRAPPERS & {type(layer).__name__ for layer in layers}
+        wrappers = WRAPPERS & {type(module).__name__ for module in modules.modules()}
         if wrappers:
             raise ValueError(
                 f"a stage contains {wrappers.pop()}; leave it out, and call average_part() after "
                 "step()"
             )
-        return dict(zip(map(str, own), modules, strict=True))
+        return dict(zip(own, modules, strict=True))
 
     def step(self, inputs, targets):
         """Add the gradients of one batch to this rank's parameters; return the loss.
@@ -135,7 +133,7 @@ class Pipeline:
         for parameter in self.module.parameters():
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.as_subclass(Part)
-        return float(self.batch.loss) if str(self.last) in self.module else None
+        return float(self.batch.loss) if self.last in self.stages else None
 
     def run(self, inputs, targets):
         """Carry out the instructions of this rank, one after the other."""
@@ -164,7 +162,7 @@ class Pipeline:
             received = self.batch.transfers.receive(instruction.needs).requires_grad_()
             # Layers may overwrite their inputs, but not a leaf of a graph.
             inputs = received.clone()
-        outputs = self.module[str(stage)](inputs)
+        outputs = self.stages[stage](inputs)
         if stage == self.last:
             outputs = self.loss_of(microbatch, outputs)
             self.batch.loss += outputs.detach()
@@ -246,19 +244,20 @@ class Pipeline:
 
         Names begin with the number of the stage: "0.…" are those of the first.
         """
-        own = {name: whole_on_cpu(part) for name, part in self.module.state_dict().items()}
-        whole = {}
-        for state in of_all_ranks(own, self.group):
-            whole |= state
-        return whole
+        own = {}
+        for stage, module in self.stages.items():
+            for name, tensor in module.state_dict(prefix=f"{stage}.").items():
+                own[name] = whole_on_cpu(tensor)
+        everyones = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(everyones, own, self.group)
+        return {name: tensor for each in everyones for name, tensor in each.items()}
 
     def load_state_dict(self, state_dict):
         """Give this rank's stages their part of the state dict of as many stages."""
-        own = {}
-        for name, value in state_dict.items():
-            if name.partition(".")[0] in self.module:
-                own[name] = value
-        self.module.load_state_dict(own)
+        for stage, module in self.stages.items():
+            start = f"{stage}."
+            own = {n.removeprefix(start): v for n, v in state_dict.items() if n.startswith(start)}
+            module.load_state_dict(own)
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         """Scale all stages' gradients to a norm of at most `max_norm`; return the norm before.

@@ -206,10 +206,8 @@ def points_of(
         judged = {}
         for number, worth in pristine.points.items():
             if number not in answers:
-                if number in found:
-                    error = error_of(number, found[number], errors)
-                else:
-                    error = trouble(number, pristine, cells)
+                unanswered = trouble(number, pristine, cells)
+                error = error_of(number, found[number], errors) if number in found else unanswered
                 judged[number] = nothing(find(number), error)
             # Verdicts come as they are known, not in the order of tasks.
             while number not in judged:

@@ -76,6 +76,7 @@ class Emulation:
         self.busy: dict[int, float] = defaultdict(float)
         self.home = WeakKeyDictionary()  # the device numbers of storages that are not on device 0
         self.flops = 0.0
+        self.copied = 0.0  # bytes between devices
 
     def __enter__(self):
         if Emulation.current is not None:
@@ -188,6 +189,7 @@ class Emulation:
                 for listener in listeners:
                     spans.enter_context(listener("copy"))
                 self.reach(self.moment() + round(seconds * 1e12))
+        self.copied += nbytes
 
     def on_its_device(self, run: Callable, work: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `work`: the call of a module, or the backward pass from some tensors.

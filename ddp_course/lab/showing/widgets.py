@@ -291,8 +291,7 @@ def strategies_explorer(world_size: int = 4, share: float = 8.6, latency: float 
     for stage in ladder.STAGES.values():
         if stage.step is None or (stage.step == "pipelined" and no_pipeline):
             continue
-        # A label has a line for each word, and for each part of a word with a hyphen.
-        label = stage.name.replace("-", "-\n").replace(" ", "\n")
+        label = on_lines(stage.name)
         speed_up = alone_s / ideals.STEPS[stage.step](stage, job, device, costs)
         speed_ups[label] = speed_up
         colours[label] = stage.colour
@@ -312,6 +311,11 @@ def strategies_explorer(world_size: int = 4, share: float = 8.6, latency: float 
         form="{:.2g}",
         kind="derived",
     )
+
+
+def on_lines(name: str) -> str:
+    """Return a name with a line for each word, and for each part of a word with a hyphen."""
+    return name.replace("-", "-\n").replace(" ", "\n")
 
 
 def bucket_explorer(
