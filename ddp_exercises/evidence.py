@@ -80,8 +80,8 @@ def gather(
             patience = began + seconds - time.monotonic()
             if patience <= 0:
                 break
-        made, failure, took = launch_attempts(waiting, enter, on_rank, link, patience)
-        results += made
+        evidences, failure, took = launch_attempts(waiting, enter, on_rank, link, patience)
+        results += evidences
         if not failure:
             break
         first_took = first_took or took
@@ -92,8 +92,8 @@ def gather(
             and patience < SLOWER * first_took
         ):
             continue
-        if len(made) < len(waiting):
-            results.append(Evidence({}, explain(failure, waiting[len(made)].task)))
+        if len(evidences) < len(waiting):
+            results.append(Evidence({}, explain(failure, waiting[len(evidences)].task)))
     return results
 
 
@@ -139,14 +139,14 @@ def launch_attempts(
         except ManyranksError as error:
             failure = error
         first_end = time.time()
-        made = []
+        evidences = []
         for number, attempt in enumerate(attempts):
             files = [Path(folder, f"{number}-{rank}") for rank in range(ranks)]
             if all(file.exists() for file in files):
-                made.append(assemble(attempt, [file.read_bytes() for file in files]))
+                evidences.append(assemble(attempt, [file.read_bytes() for file in files]))
                 first_end = min(first_end, files[0].stat().st_mtime)
     took = first_end - began
-    return [each._replace(seconds=took) for each in made], failure, took
+    return [each._replace(seconds=took) for each in evidences], failure, took
 
 
 def explain(error: ManyranksError, task: Task) -> str:

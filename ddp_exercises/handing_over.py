@@ -1,6 +1,5 @@
 """Hands over the answers that a check is given in the grader, to be tried elsewhere."""
 
-import linecache
 import os
 from pathlib import Path
 
@@ -14,11 +13,7 @@ def hand_over(number: str, answers: tuple) -> None:
     """
     # A learner who only imports `check` does not need it.
     from manyranks.launching.pickling import dumps
+    from manyranks.memory import remembered_sources
 
-    # An entry is (length, time, lines, name); before its source was read it is shorter.
-    sources = {
-        name: "".join(entry[2])
-        for name, entry in list(linecache.cache.items())
-        if len(entry) == 4 and not os.path.exists(name)
-    }
-    Path(os.environ[HAND_OVER], f"{number}.answers").write_bytes(dumps((answers, sources)))
+    content = dumps((answers, remembered_sources()))
+    Path(os.environ[HAND_OVER], f"{number}.answers").write_bytes(content)

@@ -18,6 +18,17 @@ def open_memory(name: str, content: bytes = b"") -> IO[bytes]:
     return file
 
 
+def remembered_sources() -> dict[str, str]:
+    """Return {name: text} of the sources that no file has, such as those of all cells."""
+    sources = {}
+    for name, entry in list(linecache.cache.items()):
+        # An entry has size, time, lines and path; before its source was read it has only a loader.
+        if len(entry) == 4 and not os.path.exists(name):
+            _, _, lines, _ = entry
+            sources[name] = "".join(lines)
+    return sources
+
+
 def remember_source(name: str, text: str) -> None:
     """Have tracebacks find the lines of a text, such as a cell's, by a name that no file has."""
     linecache.cache[name] = (len(text), None, text.splitlines(True), name)

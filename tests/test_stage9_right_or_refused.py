@@ -552,16 +552,14 @@ def lars(weight):
     torch.linalg.vector_norm(weight.detach())
 
 
-@refused(PART)
-@does_to_a_slice
-def kaiming(weight):
-    nn.init.kaiming_uniform_(weight)
-
-
-@refused(PART)
-@does_to_a_slice
-def xavier(weight):
-    nn.init.xavier_normal_(weight)
+for initialise in (
+    nn.init.kaiming_uniform_,
+    nn.init.xavier_normal_,
+    nn.init.orthogonal_,
+    nn.init.eye_,
+    nn.init.trunc_normal_,
+):
+    refused(PART)(does_to_a_slice(initialise))
 
 
 @refused(PART)
@@ -580,24 +578,6 @@ def hook_on_a_slice():
 
 def normalised(layer, inputs, outputs):
     return outputs / outputs.norm()
-
-
-@refused(PART)
-@does_to_a_slice
-def orthogonal(weight):
-    nn.init.orthogonal_(weight)
-
-
-@refused(PART)
-@does_to_a_slice
-def eye(weight):
-    nn.init.eye_(weight)
-
-
-@refused(PART)
-@does_to_a_slice
-def truncated(weight):
-    nn.init.trunc_normal_(weight)
 
 
 @refused(PART)

@@ -24,11 +24,11 @@ def accumulate(parallel, optimizer, micro_batches):
     (cross_entropy(parallel(micro_batches[-1][0]), micro_batches[-1][1]) / len(micro_batches)).backward()
     optimizer.step()
 
-# %% 6.1 wrong: without no_sync | one synchronisation was expected: all but the last belong into no_sync, and no_sync must hold the forward pass too
+# %% 6.1 wrong: without no_sync | one synchronisation was expected: all but the last belong inside no_sync, and no_sync must hold the forward pass too
 #-     with parallel.no_sync():
 #+     if True:
 
-# %% 6.1 wrong: backward only | one synchronisation was expected: all but the last belong into no_sync, and no_sync must hold the forward pass too
+# %% 6.1 wrong: backward only | one synchronisation was expected: all but the last belong inside no_sync, and no_sync must hold the forward pass too
 def accumulate(parallel, optimizer, micro_batches):
     optimizer.zero_grad()
     for index, (inputs, targets) in enumerate(micro_batches):

@@ -6,8 +6,6 @@ waits for their end.
 
 import difflib
 import inspect
-import linecache
-import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +14,7 @@ from typing import IO, Any, TypeVar
 from ..clocks.clock import in_real_time
 from ..devices.device import Device
 from ..errors import ManyranksError
-from ..memory import open_memory
+from ..memory import open_memory, remembered_sources
 from . import pickling
 from .protocol import EmulatedLink, Progress
 from .setting import describe_launch
@@ -116,19 +114,13 @@ def pack_call(fn: Callable, args: tuple, kwargs: dict) -> IO[bytes]:
 
     Ranks map the file without a copy. Raises TypeError, which names what cannot be sent.
     """
-    sources = {}
-    for name, entry in list(linecache.cache.items()):
-        # An entry has size, time, lines and path; before its source was read it has only a loader.
-        if len(entry) == 4 and not os.path.exists(name):
-            _, _, lines, _ = entry
-            sources[name] = "".join(lines)
     if not callable(fn):
         raise TypeError(
             "launch takes the function itself, as in launch(train, …), not what it returned:"
             f" {fn!r:.100}"
         )
     try:
-        packed = pickling.dumps((sources, fn, args, kwargs), protocol=5)
+        packed = pickling.dumps((remembered_sources(), fn, args, kwargs), protocol=5)
     except Exception as error:
         name, reason = pickling.unsendable(fn, args, kwargs) or (repr(fn), error)
         raise TypeError(f"{name} cannot be sent to other processes: {reason}") from None

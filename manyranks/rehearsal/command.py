@@ -136,7 +136,7 @@ def write(args: argparse.Namespace, report: Report) -> None:
     if args.picture:
         args.picture.write_text(picture(report), encoding="utf-8")
     if args.trace:
-        args.trace.write_text(json.dumps(trace(report.told)), encoding="utf-8")
+        args.trace.write_text(json.dumps(trace(report.records)), encoding="utf-8")
 
 
 def differences(args: argparse.Namespace, report: Report) -> bool:

@@ -20,7 +20,7 @@ from ..clocks import recording
 from ..clocks.clock import process
 from ..clocks.group import Done, Group
 from ..errors import DeadlockError, EmulationError, LaunchError, LaunchTimeout, RankError
-from .script import Script, Told, run_script
+from .script import RankRecord, Script, run_script
 
 ALL = "leave out --fold, and all ranks are run"
 UNLIKE = (
@@ -85,7 +85,7 @@ class Folded(Group):
 
 def run_folded(
     script: Script, arguments: list[str], device: Any, per_host: int, link: Any, ranks: int
-) -> Told:
+) -> RankRecord:
     """Run the script as the first or the last of `ranks` ranks; return what it did."""
     is_last = dist.get_rank() == 1
     rank = ranks - 1 if is_last else 0
@@ -104,9 +104,9 @@ def run_folded(
         return run_script(script, arguments, device, per_host)
 
 
-def check_alike(told: list[Told], rank: int) -> None:
+def check_alike(records: list[RankRecord], rank: int) -> None:
     """Raise an EmulationError where the last `rank` communicates otherwise than the first one."""
-    first, last = told
+    first, last = records
     for mine, other in zip_longest(first.calls, last.calls):
         if mine is None or other is None or what_is_sent(mine) != what_is_sent(other):
             raise EmulationError(

@@ -24,7 +24,7 @@ COLOURS = {
 
 def picture(report: Report) -> str:
     """Return the text of an SVG file; of a script that makes no step it has only one line."""
-    ranks = range(min(MOST, len(report.told)) if report.steps else 0)
+    ranks = range(min(MOST, len(report.records)) if report.steps else 0)
     height = 80 + LANE * len(ranks)
     shapes = "\n".join([*head(report), *(shape for rank in ranks for shape in lane(report, rank))])
     return (
@@ -51,7 +51,7 @@ def head(report: Report) -> Iterator[str]:
 
 def whole(report: Report) -> tuple[int, int]:
     """Return the moments between which some rank is in its last step."""
-    windows = [report.window(rank, len(report.steps) - 1) for rank in range(len(report.told))]
+    windows = [report.window(rank, len(report.steps) - 1) for rank in range(len(report.records))]
     starts, ends = zip(*windows, strict=True)
     return min(starts), max(ends)
 
@@ -60,9 +60,9 @@ def lane(report: Report, rank: int) -> Iterator[str]:
     """Yield the bars of one rank."""
     top = 60 + LANE * rank
     start, end = report.window(rank, len(report.steps) - 1)
-    told = report.told[rank]
-    busy = spans.within(report.busy(told), start, end)
-    sent = spans.within(report.sent(told), start, end)
+    record = report.records[rank]
+    busy = spans.within(report.busy(record), start, end)
+    sent = spans.within(report.sent(record), start, end)
     origin, last_end = whole(report)
     scale = WIDTH / (last_end - origin)
     yield f'<text x="8" y="{top + 15}">rank {rank}</text>'

@@ -16,7 +16,7 @@ from ..orders.verdict import Verdict
 from ..torch_inside import around
 from .folding import check_alike, print_with_last, run_folded, with_last
 from .report import Report
-from .script import Told, find_script, run_for_orders, run_script
+from .script import RankRecord, find_script, run_for_orders, run_script
 
 
 @dataclass
@@ -99,15 +99,15 @@ def rehearse(path: str, arguments: list[str], request: Request) -> Report:
         "progress": request.progress and ("rehearsal", True),
     }
     if request.fold:
-        told = folded(what_runs, request, options)
+        records = folded(what_runs, request, options)
     else:
-        told = launch(
+        records = launch(
             run_script, *what_runs, world_size=request.ranks, link=request.emulated, **options
         )
-    return Report(path, request.describe(), told)
+    return Report(path, request.describe(), records)
 
 
-def folded(what_runs: tuple, request: Request, options: dict[str, Any]) -> list[Told]:
+def folded(what_runs: tuple, request: Request, options: dict[str, Any]) -> list[RankRecord]:
     """Run the script as the first and the last rank; return what the first one did.
 
     Raises the errors of `launch`, and EmulationError where the two are not alike.
@@ -116,11 +116,11 @@ def folded(what_runs: tuple, request: Request, options: dict[str, Any]) -> list[
     links = (request.emulated, request.ranks)
     try:
         with around(Launch, "print", partial(print_with_last, last)):
-            told = launch(run_folded, *what_runs, *links, world_size=2, **options)
+            records = launch(run_folded, *what_runs, *links, world_size=2, **options)
     except LaunchError as error:
         raise with_last(error, last) from None
-    check_alike(told, last)
-    return told[:1]
+    check_alike(records, last)
+    return records[:1]
 
 
 def orders_of(path: str, arguments: list[str], request: Request) -> Verdict:

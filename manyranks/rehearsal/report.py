@@ -6,7 +6,7 @@ from typing import Any
 
 from ..units import with_unit
 from . import spans
-from .script import Told
+from .script import RankRecord
 
 EVEN = 0.01  # If the ranks' idle times differ by a smaller part of a step, no rank is slow.
 COLUMNS = f"  {'times':>6}  {'bytes':>10}  {'time':>11}  {'exposed':>11}  what, and where"
@@ -48,35 +48,35 @@ class Site:
 
 
 class Report:
-    """What a rehearsal of the script at `path` found, from what its ranks have `told`.
+    """What a rehearsal of the script at `path` found, from the `records` of its ranks.
 
     `request` describes the machines. A step ends when an optimizer has made its step, and the first
     one begins with the script. `last` has the parts of the last step, on the rank for which it
     takes longest.
     """
 
-    def __init__(self, path: str, request: dict, told: Sequence[Told]):
+    def __init__(self, path: str, request: dict, records: Sequence[RankRecord]):
         self.path = path
         self.request = request
-        self.told = told
-        self.peaks = [each.peak for each in told]
-        fewest = min(len(each.steps) for each in told)
+        self.records = records
+        self.peaks = [each.peak for each in records]
+        fewest = min(len(each.steps) for each in records)
         self.steps = [self.parts(number) for number in range(fewest)]
         self.last = max(self.steps[-1], key=lambda step: step.seconds) if self.steps else None
         self.sites = self.sites_of(self.last) if self.last else []
 
     def window(self, rank: int, number: int) -> tuple[int, int]:
         """Return the moments at which a step begins and ends."""
-        moments = [0, *self.told[rank].steps]
+        moments = [0, *self.records[rank].steps]
         return moments[number], moments[number + 1]
 
     def parts(self, number: int) -> list[Step]:
         """Return the parts of a step on each rank."""
         steps = []
-        for rank, told in enumerate(self.told):
+        for rank, record in enumerate(self.records):
             start, end = self.window(rank, number)
-            busy = spans.within(self.busy(told), start, end)
-            sending = spans.within(self.sent(told), start, end)
+            busy = spans.within(self.busy(record), start, end)
+            sending = spans.within(self.sent(record), start, end)
             exposed = spans.outside(sending, busy)
             computing = spans.length(busy)
             step = Step(
@@ -90,21 +90,21 @@ class Report:
             steps.append(step)
         return steps
 
-    def busy(self, told: Told) -> spans.Spans:
+    def busy(self, record: RankRecord) -> spans.Spans:
         """Return the moments at which any stream of a rank computes."""
-        return spans.union(span for stream in told.busy.values() for span in stream)
+        return spans.union(span for stream in record.busy.values() for span in stream)
 
-    def sent(self, told: Told) -> spans.Spans:
+    def sent(self, record: RankRecord) -> spans.Spans:
         """Return when a rank sends or receives, as far as somebody waited for that."""
-        return spans.union(call.span for call in told.calls if call.span)
+        return spans.union(call.span for call in record.calls if call.span)
 
     def sites_of(self, step: Step) -> list[Site]:
         """Return the sites at which the rank of the last step communicates in that step."""
-        told = self.told[step.rank]
+        record = self.records[step.rank]
         start, end = self.window(step.rank, len(self.steps) - 1)
-        busy = self.busy(told)
+        busy = self.busy(record)
         sites: dict[tuple, Site] = {}
-        for call in told.calls:
+        for call in record.calls:
             if call.span is None or not start <= call.joined < end:
                 continue
             begun, ended = call.span
@@ -149,23 +149,24 @@ class Report:
 
     def mistakes(self) -> Iterator[str]:
         """Yield what is wrong with the script, as far as this run shows it."""
-        counts = {len(told.steps) for told in self.told}
-        if not all(told.made_group for told in self.told):
+        counts = {len(record.steps) for record in self.records}
+        if not all(record.made_group for record in self.records):
             yield "the script never calls init_process_group: under torchrun it would fail"
         if len(counts) > 1:
             yield f"ranks make unlike numbers of steps: {sorted(counts)}"
-        if self.last and len(self.told) > 1 and not self.sites:
+        if self.last and len(self.records) > 1 and not self.sites:
             yield "no rank sends anything in a step: the model is not wrapped"
 
     def line(self) -> str:
         """Return the summary in one line."""
-        found = self.summary()
+        summary = self.summary()
         if self.last is None:
-            return f"no optimizer made a step; the script ends at {self.told[0].ended / 1e12:.6g} s"
+            ended = self.records[0].ended / 1e12
+            return f"no optimizer made a step; the script ends at {ended:.6g} s"
         return (
-            f"step {duration(found['step_s'])}: {found['collectives']} collectives and"
-            f" messages, {size(found['bytes'])} sent by a rank, {found['hidden']:.0%} hidden, peak"
-            f" {size(found['peak_bytes'])}"
+            f"step {duration(summary['step_s'])}: {summary['collectives']} collectives and"
+            f" messages, {size(summary['bytes'])} sent by a rank, {summary['hidden']:.0%} hidden,"
+            f" peak {size(summary['peak_bytes'])}"
         )
 
     def words(self) -> str:

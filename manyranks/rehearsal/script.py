@@ -38,7 +38,7 @@ class Script(NamedTuple):
 
 
 @dataclass
-class Told(recording.Recording):
+class RankRecord(recording.Recording):
     """What one rank tells of its run; all moments are picoseconds.
 
     `steps` are the moments at which its optimizers had made their steps.
@@ -50,33 +50,33 @@ class Told(recording.Recording):
     made_group: bool = False
 
 
-def run_script(script: Script, arguments: list[str], device: Any, per_host: int) -> Told:
+def run_script(script: Script, arguments: list[str], device: Any, per_host: int) -> RankRecord:
     """Run the script as this rank's `__main__`; return what it did.
 
     The patches here end with the rank's process.
     """
     rank = dist.get_rank()
-    told = Told()
+    record = RankRecord()
     os.environ.update(variables(rank, dist.get_world_size(), per_host))
     stalls.PATIENCE_S = PATIENCE_S
-    recording.current = told
+    recording.current = record
     memory = Memory.current
     with ExitStack() as stack:
         if memory is None:  # Under --sizes-only the launch counts memory.
             memory = Memory(device.capacity)
             stack.enter_context(memory.counting())
             stack.enter_context(Counted(memory))
-        stack.enter_context(own_group(told))
+        stack.enter_context(own_group(record))
         stack.enter_context(as_gpus(device, rank % per_host, per_host))
-        note_steps(told)
+        note_steps(record)
         # These warnings are about versions of torch, or the processor, not about the script.
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings("ignore", ".*(on cpu device mesh|no accelerator is found)")
         execute(script, arguments)
     streams.synchronize()
-    told.peak = memory.peak
-    told.ended = clocks.moment()
-    return told
+    record.peak = memory.peak
+    record.ended = clocks.moment()
+    return record
 
 
 def variables(rank: int, world_size: int, per_host: int) -> dict[str, str]:
@@ -97,27 +97,27 @@ def variables(rank: int, world_size: int, per_host: int) -> dict[str, str]:
 
 
 @contextmanager
-def own_group(told: Told) -> Iterator[None]:
+def own_group(record: RankRecord) -> Iterator[None]:
     """Let the script make and end the group of all ranks within this block, in appearance.
 
     It may ask for any backend, and gets the group with clocks that the launch has made.
     """
 
     def make(*_: Any, **__: Any) -> tuple[int, int]:
-        told.made_group = True
+        record.made_group = True
         return dist.get_rank(), dist.get_world_size()
 
     functions = {
         "init_process_group": make,
         "destroy_process_group": lambda *_, **__: None,
-        "is_initialized": lambda: told.made_group,
+        "is_initialized": lambda: record.made_group,
         "is_nccl_available": lambda: True,
     }
     with replaced(dist, **functions), replaced(join, join=make):
         yield
 
 
-def note_steps(told: Told) -> None:
+def note_steps(record: RankRecord) -> None:
     """Note the moments at which optimizers have made their steps, from now on.
 
     If an optimizer steps inside another one, only the outermost step counts.
@@ -133,7 +133,7 @@ def note_steps(told: Told) -> None:
         depth -= 1
         if not depth:
             moment = clocks.moment()
-            told.steps.append(streams.current().start() if streams.are_on() else moment)
+            record.steps.append(streams.current().start() if streams.are_on() else moment)
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
@@ -184,5 +184,5 @@ def run_for_orders(script: Script, arguments: list[str], device: Any, per_host: 
     """Run the script where its messages are tried in every order."""
     rank = dist.get_rank()
     os.environ.update(variables(rank, dist.get_world_size(), per_host))
-    with own_group(Told()), as_gpus(device, rank % per_host, per_host):
+    with own_group(RankRecord()), as_gpus(device, rank % per_host, per_host):
         execute(script, arguments)

@@ -6,33 +6,33 @@ Source: Google, "Trace Event Format" (complete events, "X"; metadata, "M").
 
 from collections.abc import Iterator, Sequence
 
-from .script import Told
+from .script import RankRecord
 
 SENDING = 1000  # the number of the thread of messages
 
 
-def trace(told: Sequence[Told]) -> dict:
+def trace(records: Sequence[RankRecord]) -> dict:
     """Return the trace for JSON, with times in microseconds."""
-    events = [event for rank, each in enumerate(told) for event in events_of(rank, each)]
+    events = [event for rank, record in enumerate(records) for event in events_of(rank, record)]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def events_of(rank: int, told: Told) -> Iterator[dict]:
+def events_of(rank: int, record: RankRecord) -> Iterator[dict]:
     """Yield the events of one rank."""
     yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
-    names = {stream: f"stream {stream}" for stream in told.busy} | {SENDING: "messages"}
+    names = {stream: f"stream {stream}" for stream in record.busy} | {SENDING: "messages"}
     for thread, name in names.items():
         yield {"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": name}}
-    for stream, busy in told.busy.items():
+    for stream, busy in record.busy.items():
         for start, end in busy:
             yield complete(rank, stream, "computing", start, end)
-    for call in told.calls:
+    for call in record.calls:
         if call.span is not None:
             event = complete(rank, SENDING, call.name, *call.span)
             line = f"{call.line.file}:{call.line.number} {call.line.text}"
             event["args"] = {"bytes": call.nbytes, "ranks": list(call.ranks), "line": line}
             yield event
-    for number, moment in enumerate(told.steps, 1):
+    for number, moment in enumerate(record.steps, 1):
         yield {"ph": "i", "pid": rank, "tid": 0, "name": f"step {number}", "ts": moment / 1e6}
 
 

@@ -21,7 +21,7 @@ RANKS = 4
 REASONS = {
     "1000": "Nothing was added to `tensor`. Add what came in to it in place, with +=: `tensor = …`"
     " only gives a new tensor its name, which the caller does not see.",
-    "1100": "Only the left neighbour's number came in. Both lines belong into the loop: indent them"
+    "1100": "Only the left neighbour's number came in. Both lines belong in the loop: indent them"
     " as far as the line above them.",
     "1300": "The left neighbour's number came in three times: each round sent the same. What is"
     " sent next must be what just came in.",

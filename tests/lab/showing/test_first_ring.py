@@ -63,7 +63,7 @@ def adds_twice(tensor, outgoing, incoming):
 WRONG = {
     "not written yet": unfilled,
     "came in three times": a_ring(only_adds),
-    "Both lines belong into the loop": after_the_loop,
+    "Both lines belong in the loop": after_the_loop,
     "Nothing was added": a_ring(only_passes_on),
     "The whole sum was sent on": a_ring(sends_the_sum),
     "Each number has to come by once": a_ring(adds_twice),

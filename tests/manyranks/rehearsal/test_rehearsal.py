@@ -16,7 +16,7 @@ from manyranks.clocks.stalls import Line
 from manyranks.errors import EmulationError, ManyranksError, RankError
 from manyranks.rehearsal import Report, Request, rehearse, spans
 from manyranks.rehearsal.report import duration
-from manyranks.rehearsal.script import Told
+from manyranks.rehearsal.script import RankRecord
 
 SCRIPTS = Path(__file__).with_name("scripts")
 DEVICE = Device("100GFLOP/s", "20GB/s", streams=True)
@@ -114,9 +114,9 @@ def test_a_rank_of_two_is_what_it_is_among_all(name, ranks, hosts):
     script = str(SCRIPTS / f"{name}.py")
     every = rehearse(script, [], Request(ranks, DEVICE, **request))
     folded = rehearse(script, [], Request(ranks, DEVICE, **request, fold=True))
-    assert len(folded.told) == 1
-    assert len(folded.told[0].steps) >= 2
-    assert vars(folded.told[0]) == vars(every.told[0])
+    assert len(folded.records) == 1
+    assert len(folded.records[0].steps) >= 2
+    assert vars(folded.records[0]) == vars(every.records[0])
     assert [ranks[0] for ranks in every.steps] == [ranks[0] for ranks in folded.steps]
 
 
@@ -145,7 +145,9 @@ def test_ranks_that_are_not_alike_are_not_folded(tmp_path):
         folded(unlike, link="1Gbit")
     unlike.write_text(f"{begin}if dist.get_rank(): x.mul_(2)\ndist.all_reduce(x)\n")
     every = rehearse(str(unlike), [], Request(4, DEVICE, sizes_only=True, link="1Gbit"))
-    assert folded(unlike, link="1Gbit").told[0] == every.told[0], "all wait for the slower ones"
+    assert folded(unlike, link="1Gbit").records[0] == every.records[0], (
+        "all wait for the slower ones"
+    )
 
 
 def test_a_failure_of_the_last_of_folded_ranks_has_its_number(tmp_path, capsys):
@@ -299,14 +301,14 @@ def test_the_parts_of_a_step_worked_out_by_hand():
     """
     us = 1_000_000
     line = Line("train.py", 3, "loss.backward()")
-    told = Told(steps=[10 * us, 20 * us], busy={0: [(10 * us, 14 * us)]}, made_group=True)
-    told.calls = [
+    record = RankRecord(steps=[10 * us, 20 * us], busy={0: [(10 * us, 14 * us)]}, made_group=True)
+    record.calls = [
         Call("all_reduce", (0, 1), 100.0, 5 * us, 11 * us, line, 17 * us),
         Call("broadcast", (0, 1), 7.0, 1 * us, 1 * us, line, 3 * us),
         Call("send", (0, 1), 7.0, 1 * us, 12 * us, line),
     ]
-    other = Told(steps=[10 * us, 19 * us], busy={1: [(10 * us, 19 * us)]}, made_group=True)
-    report = Report("train.py", {}, [told, other])
+    other = RankRecord(steps=[10 * us, 19 * us], busy={1: [(10 * us, 19 * us)]}, made_group=True)
+    report = Report("train.py", {}, [record, other])
     step = report.last
     assert (step.rank, step.seconds) == (0, pytest.approx(10e-6))
     parts = (step.computing, step.hidden, step.exposed, step.waiting)
