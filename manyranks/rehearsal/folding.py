@@ -66,6 +66,8 @@ class Folded(Group):
     Its `table` knows the links between all ranks; the launch's own has two ranks.
     """
 
+    of_launch: Any = None  # the launch's own group, which this one takes the place of
+
     def begin(self, of_some_ranks: bool) -> None:
         """Raise an EmulationError for a group of some ranks."""
         if len(self.members) < self.table.ranks:
@@ -95,6 +97,8 @@ def run_folded(
     else:
         link.prepare(ranks)
         Folded.table = link.network.table
+    # While the other rank still joins that group, this rank must not take its end away.
+    Folded.of_launch = dist.group.WORLD
     dist.destroy_process_group()
     torch_inside.make_groups_with(Folded)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=rank, world_size=ranks)
