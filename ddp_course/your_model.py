@@ -174,8 +174,11 @@ class YourProblem(Problem):
         """Train one step. Raises ValueError that says in one line what cannot work."""
         try:
             inputs, targets = self.pick(indices)
+            must_be_a_tensor("an input", inputs)
             model = self.model()
-            loss = self.training_loss(model(inputs), targets)
+            outputs = model(inputs)
+            must_be_a_tensor("what the model returns", outputs)
+            loss = self.training_loss(outputs, targets)
             if not isinstance(loss, Tensor) or loss.dim():
                 shape = tuple(loss.shape) if isinstance(loss, Tensor) else repr(loss)
                 raise ValueError(f"the loss must be a tensor with one number, and is {shape:.40}")
@@ -185,3 +188,9 @@ class YourProblem(Problem):
             words = self.source.in_words(error)
             where = f"in a first step on {len(indices)} samples; docs/YOUR_MODEL.md has an example"
             raise ValueError(f"{words} ({where})") from error
+
+
+def must_be_a_tensor(what: str, value: Any) -> None:
+    """Raise ValueError unless the stages can cut it into shares and put these together again."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{what} must be one tensor, and is a {type(value).__name__}")

@@ -163,10 +163,11 @@ class Report:
         if self.last is None:
             ended = self.records[0].ended / 1e12
             return f"no optimizer made a step; the script ends at {ended:.6g} s"
+        number = summary["collectives"]
+        what = "collective or message" if number == 1 else "collectives and messages"
         return (
-            f"step {duration(summary['step_s'])}: {summary['collectives']} collectives and"
-            f" messages, {size(summary['bytes'])} sent by a rank, {summary['hidden']:.0%} hidden,"
-            f" peak {size(summary['peak_bytes'])}"
+            f"step {duration(summary['step_s'])}: {number} {what}, {size(summary['bytes'])} sent by"
+            f" a rank, {summary['hidden']:.0%} hidden, peak {size(summary['peak_bytes'])}"
         )
 
     def words(self) -> str:

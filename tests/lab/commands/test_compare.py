@@ -396,6 +396,14 @@ def needs_more(size): pass
 def broken(): return nope
 def unlike(): return {**make(), "model": nn.Linear(2, 3)}
 def no_loss(): return {**make(), "loss": lambda outputs, targets: None}
+def takes_a_dict():
+    samples = [({"image": torch.ones(5)}, torch.ones(3))] * 96
+    return {**make(), "data": samples}
+class TwoOutputs(nn.Linear):
+    def forward(self, inputs): return super().forward(inputs), inputs
+def two_outputs():
+    def loss(outputs, targets): return nn.functional.mse_loss(outputs[0], targets)
+    return {**make(), "model": TwoOutputs(WIDTH, 3), "loss": loss}
 def no_class(): return {**make(), "optimizer": 0.1}
 def uneven(): return {**make(), "data": (torch.ones(3, 5), torch.ones(2, 3))}
 def for_classes(): return {name: part for name, part in make().items() if name != "loss"}
@@ -483,6 +491,8 @@ def test_a_changed_file_is_read_anew_and_a_function_needs_no_file(mine, tmp_path
         ("mine.py:broken", "mine.py:broken, line 18: NameError: name 'nope'"),
         ("mine.py:unlike", r"cannot be multiplied .2x5 and 2x3. \(in a first step on 2 samples"),
         ("mine.py:no_loss", "the loss must be a tensor with one number, and is None"),
+        ("mine.py:takes_a_dict", "an input must be one tensor, and is a dict"),
+        ("mine.py:two_outputs", "what the model returns must be one tensor, and is a tuple"),
         ("mine.py:no_class", "optimizer is of type float; it must be a class such as"),
         ("mine.py:uneven", r"data must be \(inputs, targets\), as many of each"),
         ("mine.py:for_classes", "cross entropy needs classes as targets"),
