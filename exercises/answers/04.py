@@ -373,6 +373,18 @@ def ring_all_reduce(tensor, group=None):
 # %% 4.4 wrong: reduce-scatter only | each rank has one finished chunk: allgather gives it to the others
 #-     allgather(chunks, group)
 
+# %% 4.4 told: the number of all ranks | asked for without `group`, and are those of the whole job
+#- dist.get_world_size(group)
+#+ dist.get_world_size()
+
+# %% 4.4 told: reduce-scatter without the group | asked for without `group`, and are those of the whole job
+#- reduce_scatter(chunks, group)
+#+ reduce_scatter(chunks)
+
+# %% 4.4 told: allgather without the group | asked for without `group`, and are those of the whole job
+#- allgather(chunks, group)
+#+ allgather(chunks)
+
 # %% 4.4 wrong: mean | you have the mean: this one is a sum, the division comes later
 #- tensor.copy_(flat.view(tensor.shape))
 #+ tensor.copy_(flat.view(tensor.shape) / dist.get_world_size(group))

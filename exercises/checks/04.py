@@ -16,6 +16,7 @@ from ddp_exercises.tasks import load_tasks, task
 from manyranks.torch_inside import around, backward_pass
 
 from .shared import (
+    ASKS_ALL_RANKS,
     NO_TENSOR,
     RING,
     addresses,
@@ -24,6 +25,7 @@ from .shared import (
     in_words,
     moved,
     noted_messages,
+    noted_questions,
     noted_ring,
     require,
     tensors,
@@ -75,17 +77,22 @@ class ChunkToSend:
 
 
 @contextmanager
-def naming_chunks(size):
+def naming_chunks(group):
     """Raise Wrong, in words, for chunks that do not fit or are not there. Its cause shows the line
-    that failed, unless fewer than `size` chunks were cut: then another line is at fault.
+    that failed, unless another line is at fault: one that asks for the rank or the number of all
+    ranks, not of the `group`, or one that cuts fewer chunks than it has ranks. Yields what asks for
+    those of all ranks.
     """
-    try:
-        with in_words({"must match the size": OTHER_LENGTH, **NO_TENSOR}):
-            yield
-    except IndexError as error:
-        if fewest_chunks(error) < size:
-            raise Wrong(TOO_FEW) from None
-        raise Wrong(NO_SUCH_CHUNK) from error
+    with noted_questions(group) as asked:
+        try:
+            with in_words({"must match the size": OTHER_LENGTH, **NO_TENSOR}):
+                yield asked
+        except IndexError as error:
+            if asked:
+                raise Wrong(ASKS_ALL_RANKS) from None
+            if fewest_chunks(error) < dist.get_world_size(group):
+                raise Wrong(TOO_FEW) from None
+            raise Wrong(NO_SUCH_CHUNK) from error
 
 
 def fewest_chunks(error):
@@ -129,7 +136,7 @@ def probe_chunks(function, lengths, values, part, about_finished):
             try_equal_chunks(function, group)
         chunks = [rows[index][:length].clone() for index, length in enumerate(lengths[size])]
         before = addresses(chunks)
-        with noted_messages(group) as (events, astray), naming_chunks(size):
+        with noted_messages(group) as (events, astray), naming_chunks(group):
             function(list(chunks), group)
         sent = [event.bytes for event in events if event.kind == "send"]
         finished = torch.cat(chunks)
@@ -159,7 +166,7 @@ def try_equal_chunks(function, group):
         chunk[rank, index] = 1  # So each number says of which rank and which chunk it was.
         chunks.append(chunk.view(-1))
     events = []
-    with wire.observing(events.append), naming_chunks(size):
+    with wire.observing(events.append), naming_chunks(group):
         function(list(chunks), group)
     require({event.peer for event in events if event.kind == "send"} != {left}, LEFT)
     # An allgather that sends its own chunk twice leaves that of the left neighbour in both others.
@@ -246,8 +253,10 @@ class RingAllReduce:
                     tensor = tensor.t()
                     of_ranks = [of_rank.t() for of_rank in of_ranks]
                 before = addresses([tensor])
-                with noted_messages(group) as (events, astray), naming_chunks(size):
+                with noted_messages(group) as (events, astray), naming_chunks(group) as asked:
                     ring_all_reduce(tensor, group)
+                if asked:
+                    require(tensor.equal(sum(of_ranks)), ASKS_ALL_RANKS)
                 all_events += events
                 all_astray += astray
                 case = f"{size} ranks, a tensor {name}"
@@ -354,7 +363,7 @@ class FindTheBugInTheRing:
             for of_ranks in values.values():
                 tensor = of_ranks[dist.get_rank()].clone()
                 before = addresses([tensor])
-                with noted_messages(group) as (events, astray), naming_chunks(size):
+                with noted_messages(group) as (events, astray), naming_chunks(group):
                     mended_ring(tensor, group)
                 case = f"{size} ranks, {len(tensor)} numbers"
                 # The last chunk may have taken all that is left over.

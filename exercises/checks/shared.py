@@ -3,6 +3,7 @@
 import dis
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
@@ -91,6 +92,34 @@ def noted_messages(group: Any) -> Iterator[tuple[list, list]]:
     # When a message leaves, no line of this file is among those that led to it.
     with wire.observing(events.append), around(wire.Transfer, "__init__", note):
         yield events, astray
+
+
+ASKS_ALL_RANKS = (
+    "rank and number of ranks are asked for without `group`, and are those of the whole job: hand `group` on"
+    " to every function that takes it"
+)
+
+
+@contextmanager
+def noted_questions(group: Any) -> Iterator[list]:
+    """Yield a list that is not empty once somebody asked for a rank or a size of all ranks.
+
+    For a group of all ranks it stays empty.
+    """
+    asked: list = []
+
+    def note(ask: Callable, of: Any = None) -> int:
+        asker = sys._getframe(2).f_globals["__name__"]
+        # What watches the answer may ask about all ranks.
+        if of is None and not asker.startswith(("manyranks.", "ddp_exercises.")):
+            asked.append(ask)
+        return ask(of)
+
+    if dist.get_world_size(group) == dist.get_world_size():
+        yield asked
+        return
+    with around(dist, "get_rank", note), around(dist, "get_world_size", note):
+        yield asked
 
 
 def fault_of_group(astray: list) -> str:
