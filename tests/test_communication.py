@@ -93,7 +93,7 @@ def whole_batch(pair, arranged, step):
 def test_two_wrappers_and_the_models_own_collectives_in_one_backward_pass(
     name, arranged, world_size
 ):
-    for error in launch(two_wrappers, name, arranged, world_size=world_size, timeout=60):
+    for error in launch(two_wrappers, name, arranged, world_size=world_size):
         assert error < 1e-12
 
 

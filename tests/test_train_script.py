@@ -10,6 +10,7 @@ from itertools import product
 import psutil
 import pytest
 import torch
+from processes import still_running
 
 from ddp_course import checkpoint, launch
 from manyranks.errors import RankError
@@ -230,7 +231,7 @@ def script(*arguments, **environment):
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env={**os.environ, **environment},
     )
 
@@ -305,9 +306,9 @@ def test_ranks_end_when_their_torchrun_is_killed(tmp_path, program, seconds):
     time.sleep(seconds)
     job.kill()
     job.wait()
-    _, alive = psutil.wait_procs(ranks, timeout=20)
-    for rank in alive:
-        rank.kill()
+    alive = still_running([rank.pid for rank in ranks])
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)
     assert not alive
 
 

@@ -48,7 +48,7 @@ def outcomes(kind, world_size):
     """
     try:
         names = [name for name in CASES if kind != "torch" or name not in TORCH_FAILS]
-        return launch(attempt, names, kind, world_size=world_size, timeout=120)
+        return launch(attempt, names, kind, world_size=world_size)
     except LaunchError:
         return None
 
@@ -351,7 +351,7 @@ def special_outcomes(world_size):
     def attempt_all():
         return {name: failure(special, CLASSES["ours"]) for name, special in SPECIALS.items()}
 
-    return launch(attempt_all, world_size=world_size, timeout=60)
+    return launch(attempt_all, world_size=world_size)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
