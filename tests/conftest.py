@@ -129,7 +129,7 @@ def no_leftovers():
     leftovers = {pid: line for pid, line in descendants().items() if not OWN.search(line)}
     for pid in leftovers:
         try:
-            psutil.Process(pid).wait(5)  # A process that is on its way out may finish.
+            psutil.Process(pid).wait(60)  # A process that is on its way out may finish.
         except (psutil.NoSuchProcess, psutil.TimeoutExpired):
             continue
     leftovers = {pid: line for pid, line in descendants().items() if pid in leftovers}

@@ -155,7 +155,7 @@ def threads_after_the_group():
         del parallel, model
     communication._threads.clear()  # The destruction of a process group does the same.
     gc.collect()
-    [thread.join(10) for thread in threading.enumerate() if thread.name == "communication"]
+    [thread.join(60) for thread in threading.enumerate() if thread.name == "communication"]
     return counts, sum(thread.name == "communication" for thread in threading.enumerate())
 
 

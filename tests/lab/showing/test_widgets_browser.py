@@ -116,13 +116,30 @@ def test_all_widgets_and_cells_on_all_ranks_work_in_the_dark(lab):
         cells["ranks"].scroll_into_view_if_needed()
         cells["ranks"].get_by_text("[rank 1] 43").wait_for()
         has_names(cells)
-        cells["ranks"].locator(".cm-content").click()
-        page.keyboard.press("Control+s")
-        page.locator(".jp-mod-dirty").wait_for(state="detached")
+        save(page, cells["ranks"])
         for name in EXPLORERS:
             drag_every_slider(page, cells[name], name)
         explorers_answer_their_questions(page, cells["alpha beta"], cells["buckets"])
         choose_and_reveal(page, page.locator(".jp-Notebook .jp-CodeCell"))
+
+
+def save(page, cell):
+    """Save the notebook, and wait until it is."""
+    cell.locator(".cm-content").click()
+    page.keyboard.press("Control+s")
+    page.locator(".jp-mod-dirty").wait_for(state="detached")
+
+
+def has_outputs(browser, lab):
+    """Run and save the notebook of widgets, unless a test before has."""
+    url, folder = lab
+    notebook = nbformat.read(folder / "widgets.ipynb", as_version=4)
+    if not any(cell.execution_count for cell in notebook.cells):
+        with fresh_page(browser) as page:
+            page.goto(url.replace("notebooks/00_start_here", "widgets"))
+            page.wait_for_selector(".jp-Notebook .jp-CodeCell")
+            run_all(page)
+            save(page, page.locator(".jp-Notebook .jp-CodeCell").last)
 
 
 def has_names(cells):
@@ -144,10 +161,10 @@ def has_names(cells):
 @pytest.mark.browser
 @pytest.mark.parametrize("theme", ["Light", "Dark"])
 def test_on_a_phone_titles_stand_above_sliders_and_all_text_can_be_read(lab, theme):
-    """The test above has run and saved the notebook."""
     url, folder = lab
     choose_theme(folder, theme)
     with running_browser() as browser, fresh_page(browser, width=390) as page:
+        has_outputs(browser, lab)
         page.goto(url.replace("notebooks/00_start_here", "widgets"))
         cells = page.locator(".jp-Notebook .jp-CodeCell")
         explorer = cells.nth([*CELLS].index("alpha beta"))
@@ -181,9 +198,9 @@ def test_on_a_phone_titles_stand_above_sliders_and_all_text_can_be_read(lab, the
 
 @pytest.mark.browser
 def test_with_a_new_kernel_an_explorer_is_a_picture_that_says_how_to_wake_it(lab):
-    """The tests above have saved the notebook with its widgets."""
     url, _ = lab
     with running_browser() as browser, fresh_page(browser) as page:
+        has_outputs(browser, lab)
         page.goto(url.replace("notebooks/00_start_here", "widgets"))
         explorer = page.locator(".jp-Notebook .jp-CodeCell").nth([*CELLS].index("alpha beta"))
         explorer.scroll_into_view_if_needed()
