@@ -4,6 +4,7 @@ import csv
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 from multiprocessing.util import Finalize
@@ -19,10 +20,12 @@ sys.dont_write_bytecode = False
 
 
 def pytest_configure(config):
-    """Give this run a temporary folder of its own until it ends.
+    """Let interrupts be heard, and give this run a temporary folder of its own until it ends.
 
     What is left behind in it is ours.
     """
+    # A script's background process ignores interrupts, and so would all that it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     is_worker = hasattr(config, "workerinput")  # Workers of pytest-xdist inherit the environment.
     if is_worker or "DDP_COURSE_TESTS" not in os.environ:
         tempfile.tempdir = folder = tempfile.mkdtemp(prefix="tests_")
@@ -126,7 +129,7 @@ def no_leftovers():
     leftovers = {pid: line for pid, line in descendants().items() if not OWN.search(line)}
     for pid in leftovers:
         try:
-            psutil.Process(pid).wait(5)  # A process that is on its way out may finish.
+            psutil.Process(pid).wait(60)  # A process that is on its way out may finish.
         except (psutil.NoSuchProcess, psutil.TimeoutExpired):
             continue
     leftovers = {pid: line for pid, line in descendants().items() if pid in leftovers}

@@ -93,7 +93,7 @@ def whole_batch(pair, arranged, step):
 def test_two_wrappers_and_the_models_own_collectives_in_one_backward_pass(
     name, arranged, world_size
 ):
-    for error in launch(two_wrappers, name, arranged, world_size=world_size, timeout=60):
+    for error in launch(two_wrappers, name, arranged, world_size=world_size):
         assert error < 1e-12
 
 
@@ -155,7 +155,7 @@ def threads_after_the_group():
         del parallel, model
     communication._threads.clear()  # The destruction of a process group does the same.
     gc.collect()
-    [thread.join(10) for thread in threading.enumerate() if thread.name == "communication"]
+    [thread.join(60) for thread in threading.enumerate() if thread.name == "communication"]
     return counts, sum(thread.name == "communication" for thread in threading.enumerate())
 
 

@@ -38,7 +38,7 @@ def losses(script, folder, ranks):
         env=os.environ | {"TMPDIR": str(folder)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return [float(number) for number in re.findall(r"loss ([\d.]+)", done.stdout)]

@@ -83,5 +83,5 @@ def test_a_hang_is_reported_with_every_ranks_last_collective():
 @pytest.mark.slow
 def test_training_under_faults_ends_with_the_same_bits():
     # tests/soak/faults.py does this for half an hour.
-    faults, _ = soak(minutes=1, every=5, pause=0.1, enough=4)
+    faults, _ = soak(minutes=3, every=5, pause=0.3, enough=4)
     assert faults == 4

@@ -60,7 +60,7 @@ esac
 """)
     python.chmod(0o755)
     settings = [f"VENV={tmp_path / 'venv'}", f"PYTHON={python}", f"OS={system}"]
-    options = {"cwd": ROOT, "check": True, "capture_output": True, "text": True, "timeout": 60}
+    options = {"cwd": ROOT, "check": True, "capture_output": True, "text": True, "timeout": 600}
     done = subprocess.run(["make", "--no-print-directory", "setup", *settings], **options)
     assert (tmp_path / "asked").read_text().splitlines() == learners
     packages = (ROOT / "requirements.lock").read_text().count("==")
@@ -79,12 +79,12 @@ def test_on_a_terminal_pip_shows_its_progress(tmp_path):
     python.chmod(0o755)
     command = ["make", "setup", f"VENV={tmp_path / 'venv'}", f"PYTHON={python}", "OS=Linux"]
     ours, terminal = pty.openpty()
-    subprocess.run(command, cwd=ROOT, check=True, timeout=60, stdout=terminal, stderr=terminal)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=600, stdout=terminal, stderr=terminal)
     assert b"Installing" in os.read(ours, 1000)
     assert "install" in (tmp_path / "asked").read_text()
     assert "--quiet" not in (tmp_path / "asked").read_text()
     (tmp_path / "venv" / "installed").unlink()
-    subprocess.run(command, cwd=ROOT, check=True, timeout=60, capture_output=True)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=600, capture_output=True)
     assert "--quiet" in (tmp_path / "asked").read_text()
     os.close(ours)
     os.close(terminal)

@@ -21,7 +21,7 @@ def lint_imports(folder):
         "from importlinter.cli import lint_imports_command as run; run()",
         "--no-cache",
     ]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture(scope="module")

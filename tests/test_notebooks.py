@@ -56,7 +56,7 @@ def lines(cell):
     return [line for line in cell.source.splitlines() if line.strip()]
 
 
-def run_nbval(paths, folder, without_namespaces=False, listen=False, cell_seconds=180, **environ):
+def run_nbval(paths, folder, without_namespaces=False, listen=False, **environ):
     """Run notebooks by nbval in `folder`, with a configuration of its own.
 
     Return the finished process. With `listen`, a cell that shows nothing for five seconds fails.
@@ -76,7 +76,7 @@ def run_nbval(paths, folder, without_namespaces=False, listen=False, cell_second
         "--noconftest",
         "-q",
         "--nbval-lax",
-        f"--nbval-cell-timeout={cell_seconds}",
+        "--nbval-cell-timeout=900",
         "-p",
         "no:cacheprovider",
     ]
@@ -88,7 +88,7 @@ def run_nbval(paths, folder, without_namespaces=False, listen=False, cell_second
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=3600,
         env={**os.environ, "PYTHONPATH": SUPPORT, **environ},
     )
 
@@ -216,7 +216,7 @@ def test_lesson_runs_again_with_another_number_of_ranks(name, tmp_path):
 def test_lesson_runs_where_ranks_are_not_forked(path, tmp_path):
     """Lessons 00 to 06 run with ranks that are started anew, as on macOS."""
     (tmp_path / path.name).write_bytes(path.read_bytes())
-    done = run_nbval([path.name], tmp_path, cell_seconds=400, MANYRANKS_START="spawn")
+    done = run_nbval([path.name], tmp_path, MANYRANKS_START="spawn")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert "passed" in done.stdout
     assert "skipped" not in done.stdout

@@ -55,7 +55,7 @@ def test_replicas_are_copies_that_start_without_gradients():
 
 def test_every_device_has_a_thread_and_threads_know_of_no_grad():
     seen = set()
-    barrier = threading.Barrier(3, timeout=10)
+    barrier = threading.Barrier(3, timeout=300)
 
     def function(number):
         barrier.wait()  # This ends only if three threads are here at once.

@@ -135,7 +135,7 @@ def record_overlap():
 
     parallel = BucketedDDP(model, bucket_cap_mb=1.0, all_reduce=ring)
     # This gradient is the last to be ready.
-    next(model.parameters()).register_hook(lambda _: first_ring_is_over.wait(20) and None)
+    next(model.parameters()).register_hook(lambda _: first_ring_is_over.wait(180) and None)
     inputs = torch.randn(256, 512)
     with timeline.recording() as spans, wire.counting() as traffic:
         parallel(inputs).sum().backward()

@@ -107,7 +107,7 @@ def outcomes():
 
 
 def test_the_loss_is_the_whole_batchs_or_refused():
-    _, last = launch(outcomes, world_size=2, timeout=60)
+    _, last = launch(outcomes, world_size=2)
     for (case, schedule), words in last.items():
         if CASES[case][-1]:
             assert words == "right", (case, schedule, words)

@@ -10,6 +10,7 @@ from itertools import product
 import psutil
 import pytest
 import torch
+from processes import still_running
 
 from ddp_course import checkpoint, launch
 from manyranks.errors import RankError
@@ -230,7 +231,7 @@ def script(*arguments, **environment):
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env={**os.environ, **environment},
     )
 
@@ -305,14 +306,14 @@ def test_ranks_end_when_their_torchrun_is_killed(tmp_path, program, seconds):
     time.sleep(seconds)
     job.kill()
     job.wait()
-    _, alive = psutil.wait_procs(ranks, timeout=20)
-    for rank in alive:
-        rank.kill()
+    alive = still_running([rank.pid for rank in ranks])
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)
     assert not alive
 
 
 def test_under_torchrun_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path):
-    options = [*BYTES, "--steps", "160", "--every", "10", "--stage", "6"]
+    options = [*BYTES, "--steps", "300", "--every", "10", "--stage", "6"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command += ["--max-restarts=3", "--standalone", "--monitor-interval=0.1"]
     command += ["-m", "ddp_course.train", *options, "--checkpoint", str(tmp_path)]
@@ -326,19 +327,19 @@ def test_under_torchrun_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
             newest = checkpoint.checkpoints(tmp_path)[0]
             wait_for(lambda newest=newest: checkpoint.checkpoints(tmp_path)[0] > newest, agent)
             ranks_of(agent)[kill].send_signal(signal.SIGKILL)
-        assert agent.wait(180) == 0, (tmp_path / "log").read_text()
+        assert agent.wait(600) == 0, (tmp_path / "log").read_text()
     finally:
         agent.terminate()  # torchrun ends its ranks, too.
         agent.wait(60)
     expected = launch(run, options, world_size=2)[0]
     loaded = checkpoint.load(tmp_path)
     assert loaded["losses"] == expected["losses"]
-    assert loaded["step"] == 160
+    assert loaded["step"] == 300
     for name, tensor in expected["model"].items():
         assert torch.equal(loaded["model"][name], tensor), name
 
 
-def wait_for(condition, agent, seconds=180):
+def wait_for(condition, agent, seconds=600):
     end = time.monotonic() + seconds
     while not condition():
         assert agent.poll() is None, f"torchrun ended early, with code {agent.returncode}"

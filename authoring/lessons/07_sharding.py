@@ -836,8 +836,9 @@ p = 8 * 3 * 64**2  # bytes in float64; the five updates have two micro-batches e
 for scatter in (reduce_scatter, a_step_short):
     seen, of_ranks = zip(*launch(over_own_halves, scatter, world_size=K))
     same = torch.allclose(torch.stack(seen), trained["torch's fully_shard"], atol=1e-9)
+    missing = 3 * (K - 1) - of_ranks[0] * K / (10 * p)
     print(f"{scatter.__name__}: the losses of torch's own group: {same};", end=" ")
-    print(f"{of_ranks[0] * K / (10 * (K - 1) * p):.2f} (K-1)/K p for a micro-batch")
+    print(f"missing in a micro-batch: {missing:g} of 3(K-1) messages of p/K")
 
 # %% [markdown]
 r"""

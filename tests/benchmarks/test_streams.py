@@ -78,40 +78,48 @@ def test_a_failure_reaches_the_neighbours_and_leaves_nothing_behind():
 
 def one_is_silent():
     """Send nothing on rank 1 until rank 0 has lost patience; return rank 0's error in words."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    group = impatient_group()
     with streams.to_neighbours(group, NBYTES) as links:
-        if dist.get_rank() == 1:
-            time.sleep(2)
-            return ""
-        with pytest.raises(TimeoutError) as raised:
-            list(links.received([torch.empty(1)]))
-        return str(raised.value)
+        said = ""
+        if dist.get_rank() == 0:
+            with pytest.raises(TimeoutError) as raised:
+                list(links.received([torch.empty(1)]))
+            said = str(raised.value)
+        dist.barrier()
+    return said
+
+
+def impatient_group():
+    """Return a group of both ranks whose calls may take two seconds."""
+    dist.barrier()  # The group waits for no rank that still imports.
+    return dist.new_group([0, 1], timeout=timedelta(seconds=2))
 
 
 def test_patience_ends_with_the_timeout_of_the_group():
     said, _ = launch(one_is_silent, world_size=2)
-    assert "rank 1 has sent nothing for 1 s" in said
+    assert "rank 1 has sent nothing for 2 s" in said
 
 
 def one_does_not_connect():
     """Never connect from rank 1 to rank 0; return the name of rank 0's error."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    group = impatient_group()
     if dist.get_rank() == 1:
-        streams.socket.create_connection = sleep_longer_than_the_timeout
+        streams.socket.create_connection = wait_for_the_other
         with suppress(Exception), streams.to_neighbours(group, NBYTES):
             pass
         return ""
     with pytest.raises(TimeoutError) as raised, streams.to_neighbours(group, NBYTES):
         pass
+    dist.barrier()
     return type(raised.value).__name__
 
 
-def sleep_longer_than_the_timeout(*arguments, **named):
-    time.sleep(3)
+def wait_for_the_other(*arguments, **named):
+    dist.barrier()
 
 
 def test_nobody_waits_longer_for_a_connection_than_the_group():
-    assert launch(one_does_not_connect, world_size=2, timeout=20) == ["TimeoutError", ""]
+    assert launch(one_does_not_connect, world_size=2) == ["TimeoutError", ""]
 
 
 def unequal(size_of_rank_1, conjugated):

@@ -35,7 +35,7 @@ def all_sums():
 
 @functools.cache
 def summed(world_size):
-    return launch(all_sums, world_size=world_size, timeout=60)
+    return launch(all_sums, world_size=world_size)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6, 7, 8])

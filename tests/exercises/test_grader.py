@@ -10,6 +10,7 @@ import nbformat
 import psutil
 import pytest
 from answers import ROOT, edited, hand_in, notebook_of
+from processes import still_running
 
 from ddp_course.lab import cli
 from ddp_exercises.grading import grader, run_cells
@@ -271,7 +272,8 @@ def the_class(tmp_path_factory):
         patch.setattr(run_cells, "CELL_SECONDS", 4.0)
         assert cli.main(command) == 1
     own = f"{tempfile.gettempdir()}/ddp_course_grading_"
-    assert not [process for process in psutil.process_iter() if folder_of(process).startswith(own)]
+    left = [process.pid for process in psutil.process_iter() if folder_of(process).startswith(own)]
+    assert not still_running(left)
     results = {result["learner"]: result for result in json.loads(report.read_text())}
     tasks = {}
     for name, result in results.items():

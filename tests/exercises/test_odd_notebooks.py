@@ -485,6 +485,6 @@ def test_nbval_runs_a_notebook_of_another_environment_as_the_guide_says(tmp_path
         (tmp_path / place).write_text(json.dumps(notebook))
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options.split(), *paths]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout
     assert "6 passed" in done.stdout

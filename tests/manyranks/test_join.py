@@ -10,6 +10,7 @@ import time
 import psutil
 import pytest
 import torch.distributed as dist
+from processes import still_running
 
 from manyranks.errors import LaunchError
 from manyranks.joining import join
@@ -77,17 +78,17 @@ def test_ranks_end_when_their_torchrun_is_killed(tmp_path, program, seen):
         time.sleep(0.02)
     os.kill(job.pid, signal.SIGKILL)
     job.wait()
-    _, alive = psutil.wait_procs(ranks, timeout=20)
+    alive = still_running([rank.pid for rank in ranks])
     job.stdout.close()
-    for rank in alive:
-        rank.kill()
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)
     assert not alive
     assert not (tmp_path / "joined").exists(), "it joined a job that had ended"
 
 
 def test_the_store_of_a_single_machine_is_not_reached_from_others(tmp_path):
     (tmp_path / "listens.py").write_text(LISTENS)
-    printed, _ = torchrun(tmp_path, "listens.py").communicate(timeout=120)
+    printed, _ = torchrun(tmp_path, "listens.py").communicate(timeout=600)
     # Two ranks print into one pipe, and their words may be mixed.
     assert printed.count(b"LISTENS") == 2
     assert re.findall(rb"\d+(?:\.\d+){3}|::", printed) == [b"127.0.0.1"] * 2, printed

@@ -34,7 +34,7 @@ def run_alone(program, folder):
         [sys.executable, str(path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         cwd=folder,
         env={**os.environ, "PYTHONPATH": paths},
     )

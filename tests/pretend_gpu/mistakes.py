@@ -109,4 +109,4 @@ def call(name, right):
 
 
 if __name__ == "__main__":
-    launch(call, sys.argv[1], sys.argv[2] == "right", world_size=2, timeout=60)
+    launch(call, sys.argv[1], sys.argv[2] == "right", world_size=2)

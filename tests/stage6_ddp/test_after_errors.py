@@ -141,7 +141,7 @@ def test_after_an_exception_on_one_rank_nobody_trains_alone(stage):
         return errors
 
     with pytest.raises(LaunchError) as caught:
-        launch(run, world_size=2, timeout=20)
+        launch(run, world_size=2)
     assert "refused" in str(caught.value)
     assert launch(dist.get_rank, world_size=2) == [0, 1], "the next launch is not affected"
 
@@ -158,4 +158,4 @@ def evaluate_on_rank_0():
 
 def test_an_evaluation_on_rank_0_alone_is_told():
     with pytest.raises(LaunchError, match=r"for an evaluation on one rank, call its module"):
-        launch(evaluate_on_rank_0, world_size=2, timeout=60)
+        launch(evaluate_on_rank_0, world_size=2)

@@ -246,7 +246,7 @@ def outcomes():
 
 
 def test_other_parameters_are_followed_or_named():
-    by_rank = launch(outcomes, world_size=2, timeout=100)
+    by_rank = launch(outcomes, world_size=2)
     names_refused = {change.__name__: name for change, name in CHANGES.items()}
     for told in by_rank:
         for case, words in told.items():
@@ -259,7 +259,7 @@ def test_other_parameters_are_followed_or_named():
 
 def test_a_change_on_one_rank_ends_all():
     with pytest.raises(RankError, match=r"2\.weight"):
-        launch(outcome_raised, world_size=2, timeout=30)
+        launch(outcome_raised, world_size=2)
 
 
 def outcome_of_another_dtype():
@@ -273,5 +273,5 @@ def outcome_of_another_dtype():
 
 
 def test_a_forward_pass_names_what_has_another_dtype():
-    for words in launch(outcome_of_another_dtype, world_size=2, timeout=30):
+    for words in launch(outcome_of_another_dtype, world_size=2):
         assert "converted after wrapping: 2.weight, 2.bias. " in words

@@ -332,7 +332,7 @@ def outcomes(stage):
 
 @pytest.mark.parametrize("stage", WRAPPERS)
 def test_gradients_are_those_of_one_process_or_refused(stage):
-    for told in launch(outcomes, stage, world_size=2, timeout=60):
+    for told in launch(outcomes, stage, world_size=2):
         for (name, warm), words in told.items():
             assert not words.startswith("wrong"), (stage, name, warm, words)
             if stage.startswith("6") and globals()[name] not in MAY_BE_REFUSED:

@@ -233,7 +233,7 @@ def outcomes():
 
 @functools.cache
 def launched():
-    return launch(outcomes, world_size=2, timeout=120)
+    return launch(outcomes, world_size=2)
 
 
 @pytest.mark.parametrize("name", NEIGHBOURS)
@@ -264,7 +264,7 @@ def copied_by_rank_0():
 
 
 def test_one_rank_may_copy_the_wrapper():
-    first, second = launch(copied_by_rank_0, world_size=2, timeout=30)
+    first, second = launch(copied_by_rank_0, world_size=2)
     assert first == second
     assert first[0]
 
@@ -307,6 +307,6 @@ def whole_step(wrap, compiled):
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, BucketedDDP])
 def test_a_whole_step_may_be_compiled(wrap):
-    compiled = launch(whole_step, wrap, True, world_size=2, timeout=300)
+    compiled = launch(whole_step, wrap, True, world_size=2)
     for ours, theirs in zip(compiled, launch(whole_step, wrap, False, world_size=2), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

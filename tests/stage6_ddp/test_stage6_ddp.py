@@ -48,7 +48,7 @@ def outcomes(kind, world_size):
     """
     try:
         names = [name for name in CASES if kind != "torch" or name not in TORCH_FAILS]
-        return launch(attempt, names, kind, world_size=world_size, timeout=120)
+        return launch(attempt, names, kind, world_size=world_size)
     except LaunchError:
         return None
 
@@ -264,7 +264,7 @@ def seen_on_the_timeline(DDP):
         events = []
         with wire.observing(events.append):
             stage6_cases.squared(parallel, 0).backward()
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 60
             while name not in [event.name for event in events] and time.monotonic() < deadline:
                 time.sleep(0.001)  # gloo's thread reports a moment after it has finished
         assert {event.name for event in events if event.kind == "span"} == {name, "wait"}
@@ -351,7 +351,7 @@ def special_outcomes(world_size):
     def attempt_all():
         return {name: failure(special, CLASSES["ours"]) for name, special in SPECIALS.items()}
 
-    return launch(attempt_all, world_size=world_size, timeout=60)
+    return launch(attempt_all, world_size=world_size)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])

@@ -99,7 +99,7 @@ def grid():
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_agrees_with_batch_norm_on_the_whole_batch(world_size):
-    for rank in launch(grid, world_size=world_size, timeout=60):
+    for rank in launch(grid, world_size=world_size):
         assert {key: error for key, error in rank.items() if not error < 1e-4} == {}
 
 

@@ -53,7 +53,7 @@ def test_the_buffers_that_go_on_are_those_that_go_on_with_torch():
 
     It shows in the values.
     """
-    ranks = launch(lambda: {kind: joined_twice(kind) for kind in CLASSES}, world_size=2, timeout=60)
+    ranks = launch(lambda: {kind: joined_twice(kind) for kind in CLASSES}, world_size=2)
     for rank in ranks:
         assert rank["ours"] == rank["torch"]
     longer, shorter = (rank["ours"] for rank in ranks)

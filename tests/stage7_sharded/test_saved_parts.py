@@ -140,13 +140,13 @@ def load_with_other_ranks(folder):
 
 
 def test_no_rank_loads_the_part_of_another(tmp_path):
-    first, second = launch(save_and_load, str(tmp_path), world_size=2, timeout=60)
+    first, second = launch(save_and_load, str(tmp_path), world_size=2)
     for name in STATES:
         assert "rank 0's part" in first[name, "checkpoint"], name
         assert first[name, "rank 0's"] == first[name, "its own"] == "silent", name
         assert second[name, "its own"] == "silent", name
         assert "rank 0 of 2 saved, and here is rank 1 of 2" in second[name, "rank 0's"], name
-    told = launch(load_with_other_ranks, str(tmp_path), world_size=3, timeout=60)[0]
+    told = launch(load_with_other_ranks, str(tmp_path), world_size=3)[0]
     for name, words in told.items():
         assert "rank 0 of 2 saved, and here is rank 0 of 3" in words, (name, words)
 
@@ -180,7 +180,7 @@ def whole_states(folder):
 
 
 def test_the_whole_is_saved(tmp_path):
-    assert launch(whole_states, str(tmp_path), world_size=2, timeout=60) == [[2, 2, 4, 2, 4]] * 2
+    assert launch(whole_states, str(tmp_path), world_size=2) == [[2, 2, 4, 2, 4]] * 2
 
 
 def some_parts():
@@ -200,4 +200,4 @@ def save_as_one_rank(folder):
 
 
 def test_one_rank_has_the_whole(tmp_path):
-    assert launch(save_as_one_rank, str(tmp_path), world_size=1, timeout=60) == [True]
+    assert launch(save_as_one_rank, str(tmp_path), world_size=1) == [True]

@@ -75,6 +75,8 @@ PALE = """root => {
 def fresh_page(browser, offline=False, width=1400):
     """Yield a page of its own: nothing is kept of the pages before it."""
     context = browser.new_context(offline=offline, viewport={"width": width, "height": 1000})
+    # On a busy machine a page may take a minute for what takes it a second.
+    context.set_default_timeout(180_000)
     try:
         yield context.new_page()
     finally:

@@ -36,7 +36,7 @@ def running_lab(folder, theme="Dark"):
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         try:
-            process.wait(20)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -52,7 +52,7 @@ def choose_theme(folder, theme):
 
 def address(process, log):
     """Wait for the server to print where it opens; return its address and its token."""
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline and process.poll() is None:
         match = re.search(r"(http://127\.0\.0\.1:\d+)/lab\S*\?token=(\w+)", log.read_text())
         if match:

@@ -147,18 +147,28 @@ def test_what_takes_long_has_its_seconds_counted_on_a_terminal_only(monkeypatch)
     for stream in (Terminal(), io.StringIO()):
         monkeypatch.setattr("sys.stderr", stream)
         with pytest.raises(KeyError), waiting.say_while("loading"):
-            time.sleep(0.5)
+            wait_for_seconds(stream)
             raise KeyError
         shown[type(stream)] = stream.getvalue()
     assert shown[Terminal].startswith("loading\n0.05 s\r0.1 s\r")
     assert shown[io.StringIO] == ""
 
 
+def wait_for_seconds(stream):
+    """Wait until two seconds were counted on a terminal, or for a moment if none are."""
+    time.sleep(0.1)
+    enough = stream.getvalue().count(" s\r") + 2
+    deadline = time.monotonic() + 60
+    while stream.isatty() and stream.getvalue().count(" s\r") < enough:
+        assert time.monotonic() < deadline, "no seconds are counted"
+        time.sleep(0.01)
+
+
 def slowly(function):
     """Return the function, as a slow machine carries it out."""
 
     def call(*args, **kwargs):
-        time.sleep(0.5)
+        wait_for_seconds(sys.stderr)
         return function(*args, **kwargs)
 
     return call

@@ -391,7 +391,7 @@ def test_a_slider_says_that_it_draws_once_that_takes_long_and_no_longer(monkeypa
     said = []
 
     def draw(place):
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 180
         while place == 1 and not made[0].state.value and time.monotonic() < deadline:
             time.sleep(0.01)
         if place > 0:  # With 0 it is being made.
@@ -433,7 +433,7 @@ def test_command_runs_our_programs_only(capsys):
 def test_the_central_explorer_agrees_with_the_comparison_and_its_winners_change_places():
     from ddp_course.lab import compare
 
-    results = compare.run("digits", world_size=2, steps=1, stages="1,3,5", timeout=120)
+    results = compare.run("digits", world_size=2, steps=1, stages="1,3,5")
     figure = widgets.strategies_explorer(world_size=2).picture()
     names = [
         label.get_text().replace("-\n", "-").replace("\n", " ")
@@ -454,11 +454,11 @@ def test_the_central_explorer_agrees_with_the_comparison_and_its_winners_change_
     assert "0.0" not in [text.get_text() for text in many.axes[0].texts], "a bar that says nothing"
 
 
-def test_a_command_that_lasts_too_long_is_ended(capsys):
-    began = time.monotonic()
+def test_a_command_that_lasts_too_long_is_ended(capsys, tmp_path):
+    lasts_long = f"import time; time.sleep(60); open('{tmp_path}/end', 'w')"
     with pytest.raises(subprocess.TimeoutExpired):
-        show.command('python -c "import time; time.sleep(60)"', timeout=2)
-    assert time.monotonic() - began < 30
+        show.command(f'python -c "{lasts_long}"', timeout=2)
+    assert not (tmp_path / "end").exists()
     assert "at most" in capsys.readouterr().err  # a bar counts the seconds
 
 

@@ -48,7 +48,7 @@ class Walk:
     def start(self, text):
         """Click into a cell and run it."""
         cell = self.cell(text)
-        cell.scroll_into_view_if_needed(timeout=60_000)
+        cell.scroll_into_view_if_needed()
         cell.locator(".cm-content").click(position={"x": 5, "y": 5})
         self.prompt = cell.locator(PROMPT).text_content()
         self.page.keyboard.press("Control+Enter")
@@ -88,14 +88,15 @@ def test_twenty_minutes_with_wrong_answers_a_restart_and_a_closed_tab(tmp_path, 
             errs_and_mends(walk)
             stops_and_starts_anew(walk)
             page.keyboard.press("Control+s")
-            page.locator(".jp-mod-dirty").wait_for(state="detached", timeout=30_000)
+            page.locator(".jp-mod-dirty").wait_for(state="detached")
             again = page.context.new_page()
             page.close()
             again.goto(f"{server}/lab")
             walk.page = again
             opens_at_lesson_00(walk)
             ring = walk.cell("def my_ring")
-            ring.scroll_into_view_if_needed(timeout=60_000)
+            ring.scroll_into_view_if_needed()
+            ring.locator("img").wait_for()
             again.wait_for_timeout(3000)
             walk.look("its ring is there again")
             assert "outgoing = incoming" in ring.inner_text()
@@ -105,10 +106,10 @@ def test_twenty_minutes_with_wrong_answers_a_restart_and_a_closed_tab(tmp_path, 
 
 def opens_at_lesson_00(walk):
     """The lesson is there, and its kernel."""
-    walk.page.get_by_role("heading", name="Start here").wait_for(timeout=120_000)
+    walk.page.get_by_role("heading", name="Start here").wait_for()
     # The status bar, which a narrow window hides, says when the kernel has started.
     ready = walk.page.get_by_text("Python 3 (ipykernel) | Idle")
-    ready.wait_for(timeout=120_000, state="attached")
+    ready.wait_for(state="attached")
     walk.look("opened")
 
 
@@ -136,7 +137,8 @@ def stops_and_starts_anew(walk):
     """An interrupt, a restart, and a cell out of order; then the comparison and its sliders."""
     walk.run("show.predict(")
     cell = walk.start("results = compare.run")
-    walk.page.wait_for_timeout(4000)
+    # The second bar belongs to the second stage, so the first has ended.
+    cell.locator(".progress-bar").nth(1).wait_for()
     walk.page.keyboard.press("Escape")
     walk.page.keyboard.press("i")
     walk.page.keyboard.press("i")
@@ -177,7 +179,7 @@ def moves_a_slider_after_a_restart(walk):
     walk.page.keyboard.press("ArrowLeft")
     walk.look("drawing")
     last = explorer.locator(".widget-html-content").filter(has_text="cross a link in 0.5 %")
-    last.wait_for(timeout=120_000, state="attached")
+    last.wait_for(state="attached")
     drawing = explorer.get_by_text("drawing …")
-    drawing.wait_for(timeout=120_000, state="detached")
+    drawing.wait_for(state="detached")
     walk.look("drawn")

@@ -69,19 +69,19 @@ def test_a_newcomer_meets_lesson_00_without_answers_or_news_and_a_terminal_that_
     url, folder = lab
     with running_browser() as browser, fresh_page(browser) as page:
         page.goto(url)
-        page.get_by_role("heading", name="Start here").wait_for(timeout=90_000)
-        page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=90_000)
+        page.get_by_role("heading", name="Start here").wait_for()
+        page.get_by_text("Python 3 (ipykernel) | Idle").wait_for()
         assert page.locator(".jp-Notebook .jp-OutputArea-output").count() == 0
         assert page.locator(".jp-Dialog, .Toastify__toast").count() == 0
         page.get_by_role("menuitem", name="File", exact=True).first.click()
         page.get_by_text("New", exact=True).last.hover()
         page.get_by_text("Terminal", exact=True).last.click()
-        page.locator(".jp-Terminal .xterm-screen").click(timeout=60_000)
+        page.locator(".jp-Terminal .xterm-screen").click()
         page.keyboard.type(
             "(pwd; command -v ddp-course; command -v torchrun) > terminal.tmp; mv terminal.tmp"
             " seen\n"
         )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while not (folder / "seen").exists():
             assert time.monotonic() < deadline, (
                 "the terminal does not start in the learner's folder"
@@ -103,7 +103,7 @@ def test_a_newcomer_meets_lesson_00_without_answers_or_news_and_a_terminal_that_
 def test_all_widgets_and_cells_on_all_ranks_work_in_the_dark(lab):
     with running_browser() as browser, fresh_page(browser) as page:
         page.goto(lab[0].replace("notebooks/00_start_here", "widgets"))
-        page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
+        page.wait_for_selector(".jp-Notebook .jp-CodeCell")
         run_all(page)
         assert (
             page.locator(
@@ -116,13 +116,30 @@ def test_all_widgets_and_cells_on_all_ranks_work_in_the_dark(lab):
         cells["ranks"].scroll_into_view_if_needed()
         cells["ranks"].get_by_text("[rank 1] 43").wait_for()
         has_names(cells)
-        cells["ranks"].locator(".cm-content").click()
-        page.keyboard.press("Control+s")
-        page.locator(".jp-mod-dirty").wait_for(state="detached", timeout=30_000)
+        save(page, cells["ranks"])
         for name in EXPLORERS:
             drag_every_slider(page, cells[name], name)
         explorers_answer_their_questions(page, cells["alpha beta"], cells["buckets"])
         choose_and_reveal(page, page.locator(".jp-Notebook .jp-CodeCell"))
+
+
+def save(page, cell):
+    """Save the notebook, and wait until it is."""
+    cell.locator(".cm-content").click()
+    page.keyboard.press("Control+s")
+    page.locator(".jp-mod-dirty").wait_for(state="detached")
+
+
+def has_outputs(browser, lab):
+    """Run and save the notebook of widgets, unless a test before has."""
+    url, folder = lab
+    notebook = nbformat.read(folder / "widgets.ipynb", as_version=4)
+    if not any(cell.execution_count for cell in notebook.cells):
+        with fresh_page(browser) as page:
+            page.goto(url.replace("notebooks/00_start_here", "widgets"))
+            page.wait_for_selector(".jp-Notebook .jp-CodeCell")
+            run_all(page)
+            save(page, page.locator(".jp-Notebook .jp-CodeCell").last)
 
 
 def has_names(cells):
@@ -138,22 +155,22 @@ def has_names(cells):
         ("buckets", "slider", "bucket cap (MiB)"),
         ("predict", "radiogroup", "how many?"),
     ):
-        cells[cell].get_by_role(role, name=name, exact=True).first.wait_for(timeout=20_000)
+        cells[cell].get_by_role(role, name=name, exact=True).first.wait_for()
 
 
 @pytest.mark.browser
 @pytest.mark.parametrize("theme", ["Light", "Dark"])
 def test_on_a_phone_titles_stand_above_sliders_and_all_text_can_be_read(lab, theme):
-    """The test above has run and saved the notebook."""
     url, folder = lab
     choose_theme(folder, theme)
     with running_browser() as browser, fresh_page(browser, width=390) as page:
+        has_outputs(browser, lab)
         page.goto(url.replace("notebooks/00_start_here", "widgets"))
         cells = page.locator(".jp-Notebook .jp-CodeCell")
         explorer = cells.nth([*CELLS].index("alpha beta"))
-        explorer.scroll_into_view_if_needed(timeout=90_000)
+        explorer.scroll_into_view_if_needed()
         image = explorer.locator("img")
-        image.wait_for(timeout=90_000)
+        image.wait_for()
         assert image.bounding_box()["width"] > 700, "a figure shrinks on a phone"
         inverted = "invert" in image.evaluate("image => getComputedStyle(image).filter")
         assert inverted == (theme == "Dark")
@@ -181,19 +198,19 @@ def test_on_a_phone_titles_stand_above_sliders_and_all_text_can_be_read(lab, the
 
 @pytest.mark.browser
 def test_with_a_new_kernel_an_explorer_is_a_picture_that_says_how_to_wake_it(lab):
-    """The tests above have saved the notebook with its widgets."""
     url, _ = lab
     with running_browser() as browser, fresh_page(browser) as page:
+        has_outputs(browser, lab)
         page.goto(url.replace("notebooks/00_start_here", "widgets"))
         explorer = page.locator(".jp-Notebook .jp-CodeCell").nth([*CELLS].index("alpha beta"))
-        explorer.scroll_into_view_if_needed(timeout=90_000)
+        explorer.scroll_into_view_if_needed()
         # The kernel of the page before still runs.
-        explorer.locator(".noUi-handle").first.wait_for(timeout=90_000)
+        explorer.locator(".noUi-handle").first.wait_for()
         page.evaluate(RESTART)
         page.reload()
-        explorer.scroll_into_view_if_needed(timeout=90_000)
-        explorer.locator("img").wait_for(timeout=90_000)
-        explorer.locator(".noUi-handle").first.wait_for(state="hidden", timeout=30_000)
+        explorer.scroll_into_view_if_needed()
+        explorer.locator("img").wait_for()
+        explorer.locator(".noUi-handle").first.wait_for(state="hidden")
         assert explorer.locator("img").evaluate("image => image.naturalWidth") > 200
         box = explorer.locator(".jp-OutputArea-output > .widget-vbox")
         said = box.evaluate("box => getComputedStyle(box, '::after').content")
@@ -219,24 +236,24 @@ def test_a_slider_draws_its_last_position_alone_also_after_a_restart_from_outsid
     write_notebook(folder / "slow.ipynb", SLOW, "print(drawn)")
     with running_browser() as browser, fresh_page(browser) as page:
         page.goto(url.replace("notebooks/00_start_here", "slow"))
-        page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=90_000)
+        page.get_by_text("Python 3 (ipykernel) | Idle").wait_for()
         slow, drawn = page.locator(".jp-Notebook .jp-CodeCell").all()
         for _ in range(2):
             (folder / "go on").unlink(missing_ok=True)
             run_cell(page, slow)
             run_cell(page, drawn)
-            drawn.get_by_text("[0]", exact=True).wait_for(timeout=90_000)
+            drawn.get_by_text("[0]", exact=True).wait_for()
             slow.locator(".noUi-handle").focus()
             for _ in range(5):
                 page.keyboard.press("ArrowRight")
-            slow.get_by_text("drawing …").wait_for(timeout=30_000)
+            slow.get_by_text("drawing …").wait_for()
             assert slow.locator(".widget-readout").inner_text() == "5"
             (folder / "go on").touch()
             last = slow.locator(".widget-html-content").filter(has_text="Drawn at 5")
-            last.wait_for(timeout=30_000, state="attached")
-            slow.get_by_text("drawing …").wait_for(timeout=30_000, state="detached")
+            last.wait_for(state="attached")
+            slow.get_by_text("drawing …").wait_for(state="detached")
             run_cell(page, drawn)
-            drawn.get_by_text("[0, 1, 5]", exact=True).wait_for(timeout=30_000)
+            drawn.get_by_text("[0, 1, 5]", exact=True).wait_for()
             page.evaluate(RESTART)
 
 
@@ -249,19 +266,20 @@ def test_the_cell_that_runs_counts_its_seconds_and_those_that_wait_do_not(lab, f
     write_notebook(folder / "long.ipynb", waiting, "print('after it')", folded=folded)
     with running_browser() as browser, fresh_page(browser) as page:
         page.goto(url.replace("notebooks/00_start_here", "long"))
-        page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=90_000)
+        page.get_by_text("Python 3 (ipykernel) | Idle").wait_for()
         page.locator(".jp-Notebook .jp-CodeCell .jp-InputPrompt:visible").first.click()
         page.keyboard.press("Shift+Enter")
         page.keyboard.press("Shift+Enter")
-        page.locator("[data-seconds='3']").wait_for(timeout=30_000)
+        # A busy page may leave a second out.
+        page.wait_for_function("document.querySelector('[data-seconds]')?.dataset.seconds >= 3")
         prompt = page.locator("[data-seconds]:visible")
         assert prompt.count() == 1
         assert prompt.text_content() in ("[*]:", "")  # A folded cell has no star of its own.
         said = prompt.evaluate("prompt => getComputedStyle(prompt, '::after').content")
         assert re.fullmatch(r'"\[\d+ s\]:"', said)
         (folder / "enough").touch()
-        page.get_by_text("after it", exact=True).last.wait_for(timeout=30_000)
-        page.locator("[data-seconds]").wait_for(timeout=30_000, state="detached")
+        page.get_by_text("after it", exact=True).last.wait_for()
+        page.locator("[data-seconds]").wait_for(state="detached")
 
 
 def run_cell(page, cell):
@@ -309,7 +327,7 @@ def texts(page, cell, index):
         moved = readout.inner_text() != value
         if moved:  # The kernel draws the figure and then sends what it says.
             changed = "([message, text]) => message.innerText !== text"
-            page.wait_for_function(changed, arg=[message.element_handle(), text], timeout=30_000)
+            page.wait_for_function(changed, arg=[message.element_handle(), text])
         if moved or key == "Home":
             said.append(message.inner_text().replace("\n", " "))
     return said
@@ -317,18 +335,16 @@ def texts(page, cell, index):
 
 def run_all(page):
     # Before the kernel is idle, nothing is run.
-    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=90_000)
+    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for()
     page.get_by_role("menuitem", name="Run", exact=True).first.click()
     page.get_by_text("Run All Cells", exact=True).click()
     page.wait_for_function(
         "n => document.querySelectorAll('.jp-Notebook .jp-OutputArea-output img').length >= n",
         arg=len(EXPLORERS),
-        timeout=90_000,
     )
     page.wait_for_function(
         "() => [...document.querySelectorAll('.jp-Notebook .jp-CodeCell')].every("
         "cell => /\\[\\d+\\]/.test(cell.querySelector('.jp-InputPrompt').textContent))",
-        timeout=90_000,
     )
 
 
@@ -370,7 +386,7 @@ def settled(element):
     """
     box = element.bounding_box()
     since = time.monotonic()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 180
     while time.monotonic() < since + 0.3:
         assert time.monotonic() < deadline, "the page does not come to rest"
         time.sleep(0.03)
@@ -391,6 +407,4 @@ def choose_and_reveal(page, cells):
     last.scroll_into_view_if_needed()
     last.locator(".cm-content").click()
     page.keyboard.press("Control+Enter")
-    last.get_by_text("You guessed 2, which is right. The answer: 2.1 (measured).").wait_for(
-        timeout=20_000
-    )
+    last.get_by_text("You guessed 2, which is right. The answer: 2.1 (measured).").wait_for()

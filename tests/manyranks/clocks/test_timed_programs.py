@@ -13,7 +13,7 @@ LINK = Link(f"{BANDWIDTH}bit", f"{LATENCY / 1e12}s")
 def compare(numbers):
     """Run programs in one launch, and hold all that their ranks see against the model."""
     programs = [draw_program(number) for number in numbers]
-    by_rank = launch(play_all, programs, world_size=WORLD_SIZE, link=LINK, timeout=200)
+    by_rank = launch(play_all, programs, world_size=WORLD_SIZE, link=LINK)
     for number, program, *seen in zip(numbers, programs, *by_rank, strict=True):
         for rank, (expected, found) in enumerate(zip(model(program), seen, strict=True)):
             different = sorted(set(expected) ^ set(found))

@@ -687,7 +687,7 @@ def sum_of_ones():
 def a_launch_within_a_rank():
     """It has clocks of its own, and takes no time of this rank's."""
     began = clocks.moment()
-    sums = launch(sum_of_ones, world_size=2, link=LINK, timeout=60)
+    sums = launch(sum_of_ones, world_size=2, link=LINK)
     return expect((sums, clocks.moment() - began), ([2, 2], 0))
 
 
@@ -716,7 +716,7 @@ def ticks_by_an_event():
 @pytest.mark.parametrize("program", [a_deadlock_beside_a_heartbeat, ticks_by_an_event])
 def test_a_thread_that_ticks_hides_no_deadlock(program):
     with pytest.raises(DeadlockError, match="rank 0 waits to receive from rank 1"):
-        launch(program, world_size=2, link=LINK, timeout=120)
+        launch(program, world_size=2, link=LINK)
 
 
 def a_daemon_helps_after_a_day():

@@ -180,3 +180,10 @@ def test_what_cannot_begin_is_refused():
     ending, now = play([], timeout=1.0)
     assert ending == TimedOut()
     assert now == pytest.approx(STARTING_SECONDS + 1, abs=0.1)
+
+
+def test_the_failures_that_followed_are_told_after_the_first():
+    failures = [Failure(2, "ValueError", "the first"), Failure(0, "KeyError", "0")]
+    first, *others = str(RankError(failures, 3)).splitlines()
+    assert first == "rank 2: ValueError: the first (of 3 ranks)"
+    assert others == ["", "After that:", "  rank 0: KeyError: 0"]

