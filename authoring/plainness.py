@@ -18,6 +18,7 @@ ROOMS = (
     "ddp_course",
     "ddp_exercises",
     "ddp_predictions",
+    "notebooks",
     "exercises/checks",
     "benchmarks",
     "authoring",

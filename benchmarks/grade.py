@@ -9,6 +9,8 @@ import argparse
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import psutil
 
 from ddp_exercises.grading.answers import load_exercises
 from ddp_exercises.grading.grader import grade
+from ddp_exercises.grading.results import Result
 from ddp_exercises.grading.submissions import find_submissions
 from manyranks.linux import usable_cores
 
@@ -47,28 +50,26 @@ def throughput(args: argparse.Namespace) -> Part:
     The peaks of memory in both halves of the time are returned, too.
     """
     exercises = load_exercises()
+    memory: list[int] = []
     with tempfile.TemporaryDirectory(prefix="ddp_course_bench_") as made:
         make_submissions(Path(made), args.exercise, args.count)
         submissions, _ = find_submissions([made])
-        with watching_memory() as memory:
+        with watching(memory):
             start = time.perf_counter()
             before = processor_seconds()
             results = list(grade(submissions, exercises, 1, args.jobs))
             seconds = time.perf_counter() - start
             processor = processor_seconds() - before
+    wrong = misjudged(results)
+    for result in wrong:
+        print(f"misjudged: {result}")
     half = len(memory) // 2
-    misjudged = 0
-    for result in results:
-        number = int(result.learner.removeprefix("learner"))
-        if result.passed != is_right(number):
-            misjudged += 1
-            print(f"misjudged: {result}")
     minutes_of_cores = seconds / 60 * min(args.jobs, usable_cores())
     row = {
         "exercise": args.exercise,
         "submissions": len(results),
         "passed": sum(result.passed for result in results),
-        "misjudged": misjudged,
+        "misjudged": len(wrong),
         "jobs": args.jobs,
         "seconds": round(seconds, 1),
         "per_minute_and_core": round(len(results) / minutes_of_cores, 1),
@@ -104,6 +105,11 @@ def peak(samples: list[int]) -> int:
     return round(max(samples, default=0) / 2**20)
 
 
+def misjudged(results: list[Result]) -> list[Result]:
+    """Return the right submissions that fail, and the wrong ones that pass."""
+    return [each for each in results if each.passed != is_right(int(each.learner[-3:]))]
+
+
 def is_right(number: int) -> bool:
     """Return whether a submission of this number is the solution."""
     return number % 5 in (3, 4)
@@ -130,26 +136,27 @@ def make_submissions(folder: Path, exercise: int, count: int) -> None:
         nbformat.write(notebook, learner / path.name)
 
 
-class watching_memory:
-    """While the block runs, note the bytes of this process and its descendants, once per second."""
+@contextmanager
+def watching(memory: list[int]) -> Iterator[None]:
+    """Add once a second, while the block runs, what this process and its descendants take.
 
-    def __enter__(self):
-        self.samples = []
-        self.stop = threading.Event()
-        self.thread = threading.Thread(target=self.watch, daemon=True)
-        self.thread.start()
-        return self.samples
+    These are the bytes that the processes do not share.
+    """
+    ended = threading.Event()
 
-    def __exit__(self, *error):
-        self.stop.set()
-        self.thread.join()
-
-    def watch(self) -> None:
-        """Note the sum of the memory that the processes do not share."""
-        while not self.stop.wait(1.0):
+    def watch():
+        while not ended.wait(1.0):
             this = psutil.Process()
             processes = [this, *this.children(recursive=True)]
-            self.samples.append(sum(map(own_bytes, processes)))
+            memory.append(sum(map(own_bytes, processes)))
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def processor_seconds() -> float:

@@ -9,7 +9,7 @@ and only two segments are under way.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddp_course.lab.measuring.simulate import Network, resnets, simulate
 from ddp_course.lab.measuring.theory import Costs
@@ -67,8 +67,19 @@ GPT = "gpt_step_ms_a100_3d"
 GPT_MS = "iteration time (ms)"
 ZERO3 = "zero3_and_3d_parallel_a100"
 FSDP = "fsdp_llama3_8b_h100"
-# {parameters: (layers, width, heads, stages)} of Narayanan et al.; sequences have 2,048 tokens.
-MEGATRON = {"174.6B": (96, 12_288, 96, 12), "529.6B": (105, 20_480, 128, 35)}
+
+
+class Gpt(NamedTuple):
+    """A transformer, and the stages of the pipeline in which it was trained."""
+
+    layers: int
+    width: int
+    heads: int
+    stages: int
+
+
+# These are of Narayanan et al., by the number of parameters; sequences have 2,048 tokens.
+MEGATRON = {"174.6B": Gpt(96, 12_288, 96, 12), "529.6B": Gpt(105, 20_480, 128, 35)}
 
 
 def gpt_ms(row: Row, changed: Any = None) -> float:
@@ -92,27 +103,41 @@ def megatron_tflops(row: Row, zero3: Sequence[float] | None = None, values: Any 
     The constants are those of 2021 unless other `values` are given. ZeRO-3 of 2021 reaches another
     share of the cards, and hides another part: `zero3`.
     """
-    layers, hidden, heads, stages = MEGATRON[row["parameters"]]
+    gpt = MEGATRON[row["parameters"]]
     gpus = int(row["gpus"])
     batch = global_batch(row)
-    run: Row = {"# GPUs": gpus, "layers": layers, "hidden": hidden, "heads": heads, "seq": 2048}
-    run |= {"network": 1600, "batch": batch}
+    run: Row = {"layers": gpt.layers, "hidden": gpt.width, "heads": gpt.heads, "seq": 2048}
+    run |= {"# GPUs": gpus, "network": 1600, "batch": batch}
     changed = values or constants("of_2021")
     if row["plan"] == "ZeRO-3":
         run |= {"way": "fsdp", "micro_batch": max(1, batch // gpus)}
         outside, shows = numbers("ZeRO-3 of 2021") if zero3 is None else zero3
         changed = changed | {"outside": outside, "shows": shows}
     else:
-        run |= {"tensor": 8, "pipeline": stages}
+        run |= {"tensor": 8, "pipeline": gpt.stages}
     seconds = step(read_run(run)[0], None, changed).seconds
-    operations = 1 + 2048 / (6 * hidden) + 51_200 / (16 * layers * hidden)
-    flops = 96 * batch * 2048 * layers * hidden**2 * operations
+    operations = 1 + 2048 / (6 * gpt.width) + 51_200 / (16 * gpt.layers * gpt.width)
+    flops = 96 * batch * 2048 * gpt.layers * gpt.width**2 * operations
     return flops / seconds / gpus / 1e12
 
 
 ORDERS = ("1F1B", "1F1B-I", "ZB-1p", "ZB-2p")
-# {model: (layers, width)} of Qi et al. 2024, Table 3, whose sequences have CONTEXT tokens.
-QI = {"1.5B": (22, 2304), "6.2B": (30, 4096), "14.6B": (46, 5120), "28.3B": (62, 6144)}
+
+
+class Shape(NamedTuple):
+    """The layers of a transformer, and their width."""
+
+    layers: int
+    width: int
+
+
+# These are of Qi et al. 2024, Table 3, whose sequences have CONTEXT tokens.
+QI = {
+    "1.5B": Shape(22, 2304),
+    "6.2B": Shape(30, 4096),
+    "14.6B": Shape(46, 5120),
+    "28.3B": Shape(62, 6144),
+}
 CONTEXT = 1024
 
 
@@ -125,13 +150,13 @@ def samples_per_s(row: Row, numbers: Sequence[float]) -> float:
     keep; the rates.
     """
     other, left_over, interleaving, postponing, *rates = numbers
-    layers, width = QI[row["model"]]
+    shape = QI[row["model"]]
     schedule = row["schedule"]
     batches = row["micro_batches"]
-    products = 24 * width
+    products = 24 * shape.width
     weights = products / (3 * products + 12 * CONTEXT + other)
     stages = int(row["stages"])
-    idle = idle_stages(schedule, stages, (layers + 2) / stages, weights, left_over)
+    idle = idle_stages(schedule, stages, (shape.layers + 2) / stages, weights, left_over)
     kept_speed = {"1F1B": 1.0, "1F1B-I": interleaving}.get(schedule, postponing)
     rate = rates[list(QI).index(row["model"])]
     return rate * kept_speed * batches / (batches + idle)

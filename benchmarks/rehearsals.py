@@ -1,9 +1,9 @@
 """Published runs, foretold by programs: torch's own `fully_shard`, rehearsed with sizes only.
 
-Each row of a table of facts becomes a command of `ddp_predictions/programs/fsdp.py`, on an emulated
-GPU whose kernels reach what the predictions' constants say, by a fit that did not see the row's
-model. The seconds per layer that no rate explains are spread evenly over the layer's kernels, which
-are counted. Nothing is fitted to a rehearsal.
+Each row of a table of facts becomes a command of `notebooks/13_fsdp.py`, on an emulated GPU whose
+kernels reach what the predictions' constants say, by a fit that did not see the row's model. The
+seconds per layer that no rate explains are spread evenly over the layer's kernels, which are
+counted. Nothing is fitted to a rehearsal.
 """
 
 import csv
@@ -15,8 +15,9 @@ from statistics import median
 from typing import Any
 
 from ddp_course.base.files import replace_file
+from ddp_course.lab.folders import course_folder
 from ddp_course.lab.measuring import facts
-from ddp_predictions import frozen, programs
+from ddp_predictions import frozen
 from ddp_predictions.runs import read_run
 from ddp_predictions.transformers import A100, Run, step, tokens_per_s
 from manyranks.devices import Device
@@ -27,7 +28,7 @@ from .harness import Benchmark, Part, Promise, Row
 from .predictions import TODAY, fit_transformer, today
 from .published import FSDP
 
-PROGRAM = str(Path(programs.__file__).with_name("fsdp.py"))
+PROGRAM = str(course_folder("notebooks") / "13_fsdp.py")
 MOST_PASSES = 128  # A step with more passes of layers takes minutes to rehearse.
 ONCE_A_STEP = ("zero1", "zero1 in host")  # These gather and average once a step.
 ONE_KERNEL_S = 1.0  # On a device without limits, whose kernels take so long, seconds count kernels.
@@ -184,7 +185,7 @@ def write_rows(report: Row, folder: Path) -> list[Path]:
     writer = csv.DictWriter(text, SHOWN, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    path = Path(programs.__file__).parents[1] / "rehearsals.csv"
+    path = Path(frozen.__file__).with_name("rehearsals.csv")
     replace_file(path, text.getvalue().encode())
     return [path]
 

@@ -80,20 +80,21 @@ def gather(
             patience = began + seconds - time.monotonic()
             if patience <= 0:
                 break
-        evidences, failure, took = launch_attempts(waiting, enter, on_rank, link, patience)
-        results += evidences
-        if not failure:
+        launched = launch_attempts(waiting, enter, on_rank, link, patience)
+        results += launched.evidences
+        if not launched.failure:
             break
-        first_took = first_took or took
+        first_took = first_took or launched.took
         # If the machine is slower than was planned for, the next launch has more time.
         if (
-            isinstance(failure, LaunchTimeout)
+            isinstance(launched.failure, LaunchTimeout)
             and seconds is None
             and patience < SLOWER * first_took
         ):
             continue
-        if len(evidences) < len(waiting):
-            results.append(Evidence({}, explain(failure, waiting[len(evidences)].task)))
+        if len(launched.evidences) < len(waiting):
+            failed = waiting[len(launched.evidences)]
+            results.append(Evidence({}, explain(launched.failure, failed.task)))
     return results
 
 
@@ -109,18 +110,25 @@ def known_attempts(task: Task, inputs: dict) -> list[Attempt]:
     return [Attempt(task, inputs, cells_with(task.number, text)) for text in texts]
 
 
+class Launched(NamedTuple):
+    """What a launch has brought: the evidence of attempts that came to their end, and its error.
+
+    The first evidence was there after `took` seconds.
+    """
+
+    evidences: list[Evidence]
+    failure: ManyranksError | None
+    took: float
+
+
 def launch_attempts(
     attempts: Sequence[Attempt],
     enter: Callable | None,
     on_rank: Callable,
     link: Link,
     patience: float,
-) -> tuple[list[Evidence], ManyranksError | None, float]:
-    """Make attempts in one launch, which takes at most `patience` seconds.
-
-    Return the evidence of those that came to their end, the error that ended the launch, and the
-    seconds until the first evidence was there.
-    """
+) -> Launched:
+    """Make attempts in one launch, which takes at most `patience` seconds."""
     ranks = attempts[0].task.ranks
     failure = None
     began = time.time()
@@ -146,7 +154,7 @@ def launch_attempts(
                 evidences.append(assemble(attempt, [file.read_bytes() for file in files]))
                 first_end = min(first_end, files[0].stat().st_mtime)
     took = first_end - began
-    return [each._replace(seconds=took) for each in evidences], failure, took
+    return Launched([each._replace(seconds=took) for each in evidences], failure, took)
 
 
 def explain(error: ManyranksError, task: Task) -> str:

@@ -6,7 +6,7 @@ reads. The part that bounds a step is the one which, made twice as fast, saves m
 
 from dataclasses import dataclass, replace
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddp_course.lab.showing.plots import Picture, name_rows, panels
 from manyranks import presets
@@ -37,10 +37,16 @@ COLOURS = {
 SMALLER = "Try recompute=full, more tensor ways or more GPUs; --decide chooses what fits."
 
 
-def expected_error(run: Run) -> tuple[float, float, str]:
-    """Return the median and the nine-in-ten error on runs like this one, and which runs these are.
+class ExpectedError(NamedTuple):
+    """The errors on runs that no fit saw, and in words which runs these are."""
 
-    No fit saw these runs.
+    median: float
+    nine_in_ten: float
+    runs: str
+
+
+def expected_error(run: Run) -> ExpectedError:
+    """Return the error that is to be expected of a run like this one.
 
     On A100s a whole model was left out of the fit (`make bench predictions`). On H100s these are
     the errors on the 52 runs in bfloat16 of llm-foundry's README (scripts/train/benchmarking), of
@@ -52,10 +58,10 @@ def expected_error(run: Run) -> tuple[float, float, str]:
     wide = run.hidden >= 768
     if fast and wide and run.pipeline == 1 and not run.inside and run.attention == "fused":
         if run.gpu.startswith("A100"):
-            return 0.037, 0.11, "models left out of the fit, on A100s"
+            return ExpectedError(0.037, 0.11, "models left out of the fit, on A100s")
         if run.gpu == "H100":
-            return 0.067, 0.11, "runs on H100s, which no fit saw"
-    return 0.12, 0.35, "nothing like this was checked: a cautious guess"
+            return ExpectedError(0.067, 0.11, "runs on H100s, which no fit saw")
+    return ExpectedError(0.12, 0.35, "nothing like this was checked: a cautious guess")
 
 
 @dataclass
@@ -123,7 +129,6 @@ class Answer:
     def columns(self) -> dict[str, Any]:
         """Return the columns that a table gains."""
         fits = "yes" if self.fits else "no"
-        median_error, _, _ = expected_error(self.run)
         return {
             "predicted_tokens_per_s_per_gpu": f"{self.tokens_per_s_per_gpu:.1f}",
             "step_s": f"{self.step_s:.5g}",
@@ -131,7 +136,7 @@ class Answer:
             "memory_gb": f"{self.memory_gb:.1f}",
             "fits": fits,
             "bound": self.bound,
-            "expected_error": f"{median_error:.3f}",
+            "expected_error": f"{expected_error(self.run).median:.3f}",
         }
 
     def words(self) -> str:
@@ -154,8 +159,11 @@ class Answer:
         )
         lines += self.sending_words()
         lines += self.way_words() if self.fits else [SMALLER]
-        median, nine_in_ten, runs = expected_error(run)
-        lines.append(f"Expected error {median:.0%}, nine in ten within {nine_in_ten:.0%} ({runs}).")
+        error = expected_error(run)
+        lines.append(
+            f"Expected error {error.median:.0%}, nine in ten within {error.nine_in_ten:.0%}"
+            f" ({error.runs})."
+        )
         if self.assumed:
             lines.append(f"Assumed: {'; '.join(self.assumed)}.")
         return "\n".join(lines)
@@ -240,8 +248,8 @@ def draw_step(axes: Any, row: int, other: Answer) -> None:
         axes.barh(row, seconds, left=left, color=COLOURS[name], height=0.5)
         left += seconds
     axes.barh(row + 0.33, other.step.hidden, color=COLOURS["hidden sending"], height=0.12)
-    _, nine_in_ten, _ = expected_error(other.run)
-    axes.errorbar(left, row, xerr=nine_in_ten * left, color="black", capsize=3, linewidth=1)
+    error = expected_error(other.run).nine_in_ten * left
+    axes.errorbar(left, row, xerr=error, color="black", capsize=3, linewidth=1)
 
 
 def describe(run: Run) -> str:

@@ -64,6 +64,16 @@ class Table(NamedTuple):
         """The median error on rows that a second fit did not see, as the benchmark measured it."""
         return LEFT_OUT.get(self.name)
 
+    @property
+    def held_back(self) -> int:
+        """The number of rows of which no measurement is known."""
+        return len(self.rows) - len(known_rows(self.rows))
+
+    def errors(self, calibrated: bool) -> list[float]:
+        """Return (median, nine in ten, worst) of the rows that the fit saw, or of all others."""
+        known = known_rows(self.rows)
+        return spread([abs(row["error"]) for row in known if row["calibrated"] == calibrated])
+
 
 def scoreboard() -> list[Table]:
     """Return all tables, as `make bench predictions` wrote them with the models of its time."""
@@ -85,21 +95,6 @@ def rehearsed() -> list[Row]:
     return rows
 
 
-def summary(table: Table) -> Row:
-    """Return the errors of a table: (median, nine in ten, worst) for each kind of rows.
-
-    The kinds are "calibrated" and "predicted"; "left out" has a median, and "held back" counts the
-    rows of which no measurement is known.
-    """
-    known = known_rows(table.rows)
-    return {
-        "calibrated": spread([abs(row["error"]) for row in known if row["calibrated"]]),
-        "predicted": spread([abs(row["error"]) for row in known if not row["calibrated"]]),
-        "left out": table.left_out,
-        "held back": len(table.rows) - len(known),
-    }
-
-
 def known_rows(rows: Sequence[Row]) -> list[Row]:
     """Return the rows whose measurement, and so whose error, is known."""
     return [row for row in rows if row["error"] is not None]
@@ -115,15 +110,14 @@ def overview(tables: Sequence[Table]) -> str:
     titles = ["table", "rows", "calibrated", "predicted", "left out", "held back"]
     lines = []
     for table in tables:
-        errors = summary(table)
         lines.append(
             [
                 table.name,
                 len(table.rows),
-                percents(errors["calibrated"]),
-                percents(errors["predicted"]),
-                percents([errors["left out"]]),
-                errors["held back"],
+                percents(table.errors(calibrated=True)),
+                percents(table.errors(calibrated=False)),
+                percents([table.left_out]),
+                table.held_back,
             ]
         )
     sides = ["left"] + ["right"] * 5

@@ -194,7 +194,9 @@ class DeadlockError(LaunchError, RuntimeError):
     def __str__(self):
         if not self.failures:
             return self.message
-        return f"{self.message}\n\n{self.failures[0].traceback}".rstrip()
+        # The last line of the traceback would say all of it again.
+        frames, _, _ = self.failures[0].traceback.rstrip().rpartition("\n")
+        return f"{self.message}\n\n{frames}".rstrip()
 
 
 class MismatchError(ManyranksError, RuntimeError):

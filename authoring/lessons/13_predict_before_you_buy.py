@@ -448,15 +448,17 @@ A formula knows layers, bytes and rates. It does not know your program: when tor
 launches. A **rehearsal** runs the program itself, in virtual time. With *sizes only*, tensors have shapes and no memory, messages carry
 lengths, and nothing is multiplied. So the model may be one that nobody in the room could hold.
 
-The next cell trains layers of Llama 3.1 70B under torch's own `fully_shard` on 64 H100s. To keep the cell short it takes 4 of the 80
-layers; even these need 88 GB for weights, gradients and optimizer. `--fold` runs the first and the last rank, and books the other 62 as
-their copies, since all ranks do the same.
+The program is `13_fsdp.py`, which lies beside this lesson: a plain script for torchrun. (`LESSONS` stands for the course's own folder
+of lessons. If you change your copy of the script, leave `LESSONS/` out to run it.) The next cell trains layers of Llama 3.1 70B under
+torch's own `fully_shard` on 64 H100s. To keep the cell short it takes 4 of the 80 layers; even these need 88 GB for weights,
+gradients and optimizer. `--fold` runs the first and the last rank, and books the other 62 as their copies, since all ranks do the
+same.
 """
 
 # %% rehearsed
 machines = "--ranks 64 --hosts 8 --device H100 --link NVLink --between 3200Gbit"
 llama_70b = "--gated --hidden 8192 --heads 64 --kv-heads 8 --ff 28672 --vocab 128256 --seq 8192"
-program = f"-m ddp_predictions.programs.fsdp {llama_70b} --micro-batch 1 --recompute-every 1"
+program = f"LESSONS/13_fsdp.py {llama_70b} --micro-batch 1 --recompute-every 1"
 _ = show.command(f"python -m manyranks run {machines} --sizes-only --fold {program} --layers 4", timeout=300)
 
 # %% [markdown]
@@ -526,8 +528,7 @@ figures.predictions_figure([row for table in tables.values() for row in table.ro
 
 # %% scoreboard-numbers folded=true
 for table in tables.values():
-    errors = scoreboard.summary(table)
-    new = scoreboard.percents(errors["predicted"])
+    new = scoreboard.percents(table.errors(calibrated=False))
     left_out = scoreboard.percents([table.left_out])
     print(f"{table.name:29} unseen {new:>16}   left out {left_out:>5}")
 measured_rows = scoreboard.known_rows(tables["nccl_bus_bandwidth_h200_b200"].rows)

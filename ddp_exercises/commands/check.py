@@ -166,7 +166,7 @@ def show(task: TaskResult) -> None:
     keep("tasks", task.id, solved)
     if task.misconception:
         keep("misconceptions", task.id, task.misconception)
-    right_parts = [part["name"] for part in task.parts if part["points"]]
+    right_parts = [part.name for part in task.parts if part.points]
     message = task.message
     if solved:
         message = "correct"

@@ -52,6 +52,20 @@ class Question(NamedTuple):
     right: str
 
 
+class Change(NamedTuple):
+    """A changed answer, and in words what has become of which line."""
+
+    source: str
+    words: str
+
+
+class Said(NamedTuple):
+    """What the check says of an answer with this change."""
+
+    message: str
+    change: Change
+
+
 def question_about(result: Result, judge: Judge, seconds: float) -> Question | None:
     """Return a question about one of a submission's right answers; None if nothing can be asked.
 
@@ -68,13 +82,13 @@ def question_about(result: Result, judge: Judge, seconds: float) -> Question | N
         if faults:
             fault, change = said[faults[0]]
             by_words = {NUMBERS.sub("", fault): fault}
-            others = [message for message, _ in said.values()]
+            others = [each.message for each in said.values()]
             for message in (*others, RIGHT, *said_of_known(find(task.id), judge, chance)):
                 by_words.setdefault(NUMBERS.sub("", message), message)
             _, *choices = list(by_words.values())[: len(LETTERS)]
             choices.sort()
             choices.insert(int(drawn * (len(choices) + 1)), fault)
-            lines = [f"{task.id}: {change} What does the check say then?"]
+            lines = [f"{task.id}: {change.words} What does the check say then?"]
             lines += map("  {}) {}".format, LETTERS, choices)
             return Question("\n".join(lines), LETTERS[choices.index(fault)])
     return None
@@ -95,8 +109,8 @@ def first_line(said: Verdict) -> str:
 
 def what_is_said(
     result: TaskResult, judge: Judge, chance: random.Random, seconds: float
-) -> dict[str, tuple[str, str]]:
-    """Return {what the check says, without numbers: (what it says, the change of which it does)}.
+) -> dict[str, Said]:
+    """Return what the check says of changes, by its words without numbers.
 
     Some changes of a right answer are tried under a submission's limits. Nothing is returned for an
     answer that needs other cells of the learner's.
@@ -105,21 +119,21 @@ def what_is_said(
     changes = chance.sample(changes, min(MOST, len(changes)))
     task = find(result.id)
     inputs = task.inputs(judge.seed)
-    texts = [result.answer, *(text for text, _ in changes)]
+    texts = [result.answer, *(change.source for change in changes)]
     attempts = [Attempt(task, inputs, cells_with(result.id, text)) for text in texts]
     with tempfile.TemporaryDirectory(prefix="ddp_course_grading_") as folder:
         evidences = gather(attempts, partial(enter, folder), seconds=seconds)
     said = [first_line(each) for each in map(judge.compared, attempts, evidences)]
     if said[:1] != [RIGHT]:
         return {}
-    by_words: dict[str, tuple[str, str]] = {}
-    for message, (_, change) in zip(said[1:], changes, strict=False):
-        by_words.setdefault(NUMBERS.sub("", message), (message, change))
+    by_words: dict[str, Said] = {}
+    for each in map(Said, said[1:], changes):
+        by_words.setdefault(NUMBERS.sub("", each.message), each)
     return by_words
 
 
-def mutations(source: str) -> Iterator[tuple[str, str]]:
-    """Yield an answer with one line changed, and what has become of the line, for all CHANGES."""
+def mutations(source: str) -> Iterator[Change]:
+    """Yield an answer with one line changed, for all CHANGES and all places of each."""
     lines = source.split("\n")
     for place, line in enumerate(lines):
         if line.lstrip().startswith(NO_CODE):
@@ -129,4 +143,4 @@ def mutations(source: str) -> Iterator[tuple[str, str]]:
                 changed = line[: found.start()] + found.expand(new) + line[found.end() :]
                 text = "\n".join([*lines[:place], changed, *lines[place + 1 :]])
                 where = f"line {place + 1} of your answer, `{line.strip()}`,"
-                yield text, f"{where} becomes `{changed.strip()}`."
+                yield Change(text, f"{where} becomes `{changed.strip()}`.")

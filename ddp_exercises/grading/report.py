@@ -82,9 +82,7 @@ def as_table(results: Sequence[Result]) -> str:
     for result in results:
         whose = {"learner": result.learner, "exercise": result.exercise}
         for task in result.tasks:
-            parts = [
-                f"{part['name']} {part['points']:g}/{part['possible']:g}" for part in task.parts
-            ]
+            parts = [f"{part.name} {part.points:g}/{part.possible:g}" for part in task.parts]
             points = task.earned if result.graded and task.graded else None
             cells = {
                 "task": task.id,

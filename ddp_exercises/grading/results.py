@@ -34,10 +34,19 @@ class ByHand:
 
 
 @dataclass
+class Part:
+    """A property that earns points of a task; its `message` says what is wrong, if anything is."""
+
+    name: str
+    points: float
+    possible: float
+    message: str = ""
+
+
+@dataclass
 class TaskResult(ByHand):
     """The points for one task, and what was wrong, in at most MOST_MESSAGE characters.
 
-    `parts` are the properties that earn its points: dicts of name, points, possible and message.
     `suspicious` are remarks for a person to judge by, and `notes` say how the answer was found.
     `answer` is the learner's source, `published` how it equals the course's own ("verbatim",
     "renamed", or not), and `misconception` the name of the known wrong answer that it has given.
@@ -47,7 +56,7 @@ class TaskResult(ByHand):
     points: float
     possible: float
     message: str = ""
-    parts: list[dict[str, Any]] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     suspicious: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     published: str = ""
@@ -135,7 +144,10 @@ def read_results(path: str | Path) -> list[Result]:
     nothing_by_hand = asdict(ByHand())
     try:
         for record in json.loads(Path(path).read_text(encoding="utf-8")):
-            tasks = [TaskResult(**task | nothing_by_hand) for task in record["tasks"]]
+            tasks = []
+            for task in record["tasks"]:
+                parts = [Part(**part) for part in task["parts"]]
+                tasks.append(TaskResult(**task | nothing_by_hand | {"parts": parts}))
             del record["points"], record["possible"]
             results.append(Result(**record | nothing_by_hand | {"tasks": tasks}))
     except (ValueError, KeyError, TypeError) as error:
@@ -195,14 +207,14 @@ def subjects(result: Result) -> set[tuple]:
 def result_of(task: str, possible: float, verdict: Verdict) -> TaskResult:
     """Return the `TaskResult` of a task, by its verdict."""
     weights = find(task).parts
-    parts: list[dict[str, Any]] = []
+    parts = []
     for name, message in verdict.parts.items():
         worth = possible * weights[name] / sum(weights.values())
         points = 0.0 if message else worth
-        parts.append({"name": name, "points": points, "possible": worth, "message": clean(message)})
+        parts.append(Part(name, points, worth, clean(message)))
     return TaskResult(
         task,
-        sum(part["points"] for part in parts),
+        sum(part.points for part in parts),
         possible,
         clean(verdict.message),
         parts,

@@ -6,8 +6,8 @@ does the arbiter's work. All functions are called under the table's lock.
 
 from collections.abc import Sequence
 from ctypes import byref, memset, sizeof
-from operator import attrgetter, itemgetter
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from .table import (
     BLOCKED,
@@ -39,6 +39,17 @@ CHANNEL = attrgetter("second", "group", "tag")
 AGE = attrgetter("moment", "first", "count")
 
 
+class Match(NamedTuple):
+    """The moment at which a receive from any rank gets the message of a send: two entries."""
+
+    moment: int
+    receive: Any
+    send: Any
+
+
+NO_MATCH = Match(FOREVER, None, None)
+
+
 def settle(table: Table) -> None:
     """Do all that is due before the first moment at which a thread may still do something.
 
@@ -48,8 +59,8 @@ def settle(table: Table) -> None:
     while True:
         next_booking = first_ready(table)
         next_turn = least(table.threads["timer"])
-        next_match, receive, send = first_match(table)
-        moment = min(next_booking, next_turn, next_match)
+        next_match = first_match(table)
+        moment = min(next_booking, next_turn, next_match.moment)
         if moment == FOREVER or only_daemons_live(table, moment):
             break
         if least(table.threads["floor"]) <= moment:
@@ -61,8 +72,8 @@ def settle(table: Table) -> None:
         if next_booking == moment and not posting:
             for entry in ready_at(table, moment):
                 book(table, entry)
-        elif next_match == moment and not posting:
-            match(table, receive, send, moment)
+        elif next_match.moment == moment and not posting:
+            match(table, next_match)
         else:
             release(table, (posting or due)[0], moment)
     head.threshold = FOREVER
@@ -240,30 +251,31 @@ def release(table: Table, place: Place, moment: int) -> None:
     table.wake(place)
 
 
-def first_match(table: Table) -> tuple[int, Any, Any]:
-    """Return the first moment at which a receive from any rank gets a message, and both entries.
+def first_match(table: Table) -> Match:
+    """Return the first match of a receive from any rank, or NO_MATCH.
 
-    The moment is FOREVER if none does. In each channel the oldest receive gets the oldest send.
+    In each channel the oldest receive gets the oldest send.
     """
     if not table.head.from_any:
-        return FOREVER, None, None
+        return NO_MATCH
     rows = table.rows
     opened = rows["stage"] == OPEN
     receives = where(table.entries, opened & (rows["kind"] == FROM_ANY))
     sends = where(table.entries, opened & (rows["sent"] == 1))
-    pairs = []
+    matches = []
     for channel in sorted(set(map(CHANNEL, receives))):
         sent = [send for send in sends if CHANNEL(send) == channel]
         if sent:
             waiting = [receive for receive in receives if CHANNEL(receive) == channel]
             receive = min(waiting, key=attrgetter("count"))
             send = min(sent, key=AGE)
-            pairs.append((max(receive.moment, send.moment), receive, send))
-    return min(pairs, key=itemgetter(0), default=(FOREVER, None, None))
+            matches.append(Match(max(receive.moment, send.moment), receive, send))
+    return min(matches, key=attrgetter("moment"), default=NO_MATCH)
 
 
-def match(table: Table, receive: Entry, send: Entry, moment: int) -> None:
+def match(table: Table, matched: Match) -> None:
     """Let a receive from any rank get the message of a send."""
+    moment, receive, send = matched
     table.head.from_any -= 1
     receive.first = send.first
     receive.stage = MATCHED

@@ -7,7 +7,7 @@ from .. import presets, units
 from ..errors import EmulationError
 from .emulation import Emulation
 
-EXAMPLE = "products=0.75,attention=0.6,memory=0.9,launch=30us"  # of a Reach
+EXAMPLE = "products=0.75,attention=0.6,memory=0.9,launch=30us"  # A Reach is given like this.
 
 
 class Reach(NamedTuple):
@@ -48,6 +48,13 @@ class Reach(NamedTuple):
 
 
 FULL = Reach()
+
+
+class Cost(NamedTuple):
+    """The seconds of an operation, `bound` by "flops" or "memory"."""
+
+    seconds: float
+    bound: str
 
 
 class Device:
@@ -92,15 +99,15 @@ class Device:
     def __repr__(self):
         return f"Device({self})"
 
-    def seconds(self, flops: float, nbytes: float, attends: bool = False) -> tuple[float, str]:
-        """Return the seconds of an operation, and what bounds it: "flops" or "memory"."""
+    def cost(self, flops: float, nbytes: float, attends: bool = False) -> Cost:
+        """Return what an operation costs that computes and moves so much."""
         reach = self.reach
         share = reach.attention if attends else reach.products
         computing = flops / (share * self.rate)
         moving = nbytes / (reach.memory * self.memory) if self.memory else 0.0
         if computing >= moving:
-            return computing + reach.launch, "flops"
-        return moving + reach.launch, "memory"
+            return Cost(computing + reach.launch, "flops")
+        return Cost(moving + reach.launch, "memory")
 
     def over(self, link: Any) -> "Device":
         """Return this device for a process that emulates several, joined by `link`."""

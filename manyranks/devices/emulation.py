@@ -145,20 +145,20 @@ class Emulation:
             # Each tensor is read or written once.
             nbytes = sum(tensor.nbytes for tensor in tensors_in(args, kwargs, result))
         attends = roofline.is_attention(operation)
-        seconds, bound = self.device.seconds(flops, nbytes, attends)
+        cost = self.device.cost(flops, nbytes, attends)
         if clocks.several_compute():
             clocks.own().take_turn()
         start = max(self.moment(), self.free_at[number])
         if streams.are_on():
             start = streams.current().start()
-        end = start + round(seconds * 1e12)
+        end = start + round(cost.seconds * 1e12)
         self.free_at[number] = end
-        self.busy[number] += seconds
+        self.busy[number] += cost.seconds
         self.flops += flops
         if self.operations is not None:
             name = operation.overloadpacket.__name__
             self.operations.append(
-                Operation(name, number, flops, nbytes, bound, start / 1e12, end / 1e12)
+                Operation(name, number, flops, nbytes, cost.bound, start / 1e12, end / 1e12)
             )
         if streams.are_on():
             streams.book(start, end)

@@ -96,13 +96,3 @@ class Memory:
             gc.unfreeze()
             if was_enabled:
                 gc.enable()
-
-
-def peak_memory() -> int:
-    """Return the most bytes that this rank's tensors have taken at once.
-
-    Raises RuntimeError outside of a launch with `sizes_only`, as nothing is counted there.
-    """
-    if Memory.current is None:
-        raise RuntimeError("memory is not counted here: launch(…, sizes_only=True) does")
-    return Memory.current.peak

@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from ddp_exercises.grading import guard, remarks, report
 from ddp_exercises.grading.answers import load_exercises
 from ddp_exercises.grading.grader import grade
 from ddp_exercises.grading.remarks import likeness
-from ddp_exercises.grading.results import Result, TaskResult, clean, merged
+from ddp_exercises.grading.results import Part, Result, TaskResult, clean, merged
 from ddp_exercises.grading.submissions import find_submissions
 from ddp_exercises.grading.tables import as_csv
 from ddp_exercises.plain import ODD, pack, unpack
@@ -24,11 +24,7 @@ from ddp_exercises.tasks import find
 
 torch = pytest.importorskip("torch")
 NASTY = '<script>alert("x")</script>\x1b[31m\x07 & = {learner}'
-PARTS = [
-    {"name": name, "points": points, "possible": points, "message": ""}
-    for name, points in (("sums", 2), ("bytes", 1))
-]
-PARTS[1]["message"] = "too many"
+PARTS = [Part("sums", 2, 2), Part("bytes", 1, 1, "too many")]
 RESULTS = [
     Result(
         "=cmd()", 4, [TaskResult("4.1", 0, 2, clean(NASTY)), TaskResult("4.2", 3, 3, parts=PARTS)]
@@ -54,7 +50,7 @@ def test_json_has_the_agreed_form():
     first, second = (result.as_dict() for result in RESULTS)
     assert {"learner", "exercise", "tasks", "message", "note", "files", "seed"} <= first.keys()
     assert (first["points"], first["possible"]) == (3, 5)
-    assert first["tasks"][1]["parts"] == PARTS
+    assert first["tasks"][1]["parts"] == [asdict(part) for part in PARTS]
     assert second["exercise"] is None
     assert second["tasks"][0]["message"] == '"x.ipynb" is empty'
 
@@ -292,9 +288,9 @@ def test_what_cannot_be_judged_is_worth_nothing_in_each_of_its_parts(tmp_path):
     results = list(grade(handed_in, load_exercises(), seed=1))
     for result, message in zip(results, ("not valid JSON", "not solved yet"), strict=True):
         for task in result.tasks:
-            assert [part["name"] for part in task.parts] == list(find(task.id).parts)
-            assert sum(part["possible"] for part in task.parts) == pytest.approx(task.possible)
-            assert all(part["points"] == 0 and message in part["message"] for part in task.parts)
+            assert [part.name for part in task.parts] == list(find(task.id).parts)
+            assert sum(part.possible for part in task.parts) == pytest.approx(task.possible)
+            assert all(part.points == 0 and message in part.message for part in task.parts)
     page = report.pages(results)["hand_back/bert.html"]
     assert "as above" not in page
     assert page.count("not solved yet") == len(results[1].tasks)

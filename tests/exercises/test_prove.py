@@ -85,11 +85,10 @@ def test_choices_that_differ_only_in_numbers_are_one(message, other, alike):
 
 def test_four_choices_are_told_whole_and_what_python_says_is_not_asked(monkeypatch):
     long = "case: a sentence that is long, " + "and goes on, " * 20 + "to its end."
-    said = {
-        RIGHT: (RIGHT, "x becomes y."),
-        "your code raised TypeError": ("your code raised TypeError", "x becomes 8[x]."),
-        long: (long, "x becomes v."),
-    }
+    what_becomes_of_x = {RIGHT: "y", "your code raised TypeError": "8[x]", long: "v"}
+    said = {}
+    for message, x in what_becomes_of_x.items():
+        said[message] = prove.Said(message, prove.Change("", f"x becomes {x}."))
     known = ["first 3", "first 4", long]
     monkeypatch.setattr(prove, "what_is_said", lambda *_: said)
     monkeypatch.setattr(prove, "said_of_known", lambda *_: known)
@@ -106,7 +105,8 @@ def test_the_right_letter_is_the_same_when_a_fault_is_told_in_other_words(monkey
     monkeypatch.setattr(prove, "said_of_known", lambda *_: ["a fault", "some fault", "z fault"])
     letters = {}
     for words in (["no chunk"], ["no chunk at all", "a late chunk", "an early chunk"]):
-        said = {each: (each, f"x becomes {len(each)}.") for each in words}
+        change = prove.Change("", "x becomes y.")
+        said = {each: prove.Said(each, change) for each in words}
         monkeypatch.setattr(prove, "what_is_said", lambda *_, said=said: said)
         for seed in range(40):
             _, letter = prove.question_about(right("4.1", MINE), Judge(seed), 100.0)

@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -33,16 +34,23 @@ from manyranks.launching import server_handle
 ALLOWED_GROWTH = 5 << 20  # Memory may grow by this many bytes.
 TORCH_CACHE = "torchinductor_"  # Torch makes one such folder per user when an optimizer is made.
 WARM_UP = 20  # The first measurement comes after this many launches.
-SLOW = "time.sleep(100)"
+NONE = Fault("no fault", culprit="pass", others="pass", error="none", pattern="")
+SLEEPING = replace(NONE, culprit="time.sleep(100)", others="time.sleep(100)")
 FROM_OUTSIDE = {
-    "interrupt": Fault("interrupt", SLOW, "KeyboardInterrupt", "", SLOW),
-    "agent killed": Fault("agent killed", SLOW, "LaunchError", "ended from outside", SLOW),
-    "server killed": Fault("server killed", SLOW, "LaunchError", "ended from outside", SLOW),
-    "rank killed at start": Fault(
-        "rank killed at start", SLOW, "RankError", r"rank \d: killed: by SIGKILL", SLOW
+    "interrupt": replace(SLEEPING, name="interrupt", error="KeyboardInterrupt"),
+    "agent killed": replace(
+        SLEEPING, name="agent killed", error="LaunchError", pattern="ended from outside"
+    ),
+    "server killed": replace(
+        SLEEPING, name="server killed", error="LaunchError", pattern="ended from outside"
+    ),
+    "rank killed at start": replace(
+        SLEEPING,
+        name="rank killed at start",
+        error="RankError",
+        pattern=r"rank \d: killed: by SIGKILL",
     ),
 }
-NONE = Fault("no fault", "pass", "none", "", "pass")
 
 
 def main():
@@ -112,29 +120,31 @@ def attempt(fault, world_size, names, chance):
 
 
 def attack(name, delay, stop):
-    """Interrupt the running launch or kill one of its processes, in a thread.
+    """Interrupt the launch or kill one of its processes, in a thread, if the fault says so.
 
-    It does so if the fault comes from outside.
+    A rank is killed at once, and all else comes after a `delay`.
     """
     if name not in FROM_OUTSIDE:
         return
+    ranks = []
     deadline = time.monotonic() + 300
-    while not stop.is_set() and time.monotonic() < deadline:
+    while not ranks and not stop.is_set() and time.monotonic() < deadline:
         agents, ranks = launch_processes()
-        if name == "rank killed at start" and ranks:
-            return kill(ranks[-1], signal.SIGKILL)
-        if ranks and name != "rank killed at start":
-            break
         stop.wait(0.002)
-    stop.wait(delay)
-    if stop.is_set():
+    if name != "rank killed at start":
+        stop.wait(delay)
+    if stop.is_set() or not ranks:
         return
+    server = psutil.Process(server_handle.servers[0].process.pid)
     if name == "interrupt":
         kill(psutil.Process(), signal.SIGINT)
-    elif name == "agent killed":
-        kill(agents[0], signal.SIGKILL)
-    elif name == "server killed":
-        kill(psutil.Process(server_handle.servers[0].process.pid), signal.SIGKILL)
+    else:
+        victims = {
+            "agent killed": agents[0],
+            "server killed": server,
+            "rank killed at start": ranks[-1],
+        }
+        kill(victims[name], signal.SIGKILL)
 
 
 def kill(process, number):

@@ -6,7 +6,6 @@ from importlib import import_module
 from .source import diff, source  # noqa: F401
 
 _HOMES = {
-    "plots": "plots",
     "curves": "plots",
     "bars": "plots",
     "images": "plots",

@@ -25,9 +25,10 @@ NOISE = r"[WIE][01]|\[[WIE]|\[Gloo\]|\*\*\*\*\*|Setting OMP"
 def command(*lines: str, timeout: float = 120) -> list[int]:
     """Run command lines at the same time, print them with their outputs; return their exit codes.
 
-    Each begins with torchrun, python or ddp-course; FOLDER stands for a temporary folder, CLINIC
-    for exercises/clinic. Only the last lines of each output are printed. Raises ValueError for
-    other programs, and subprocess.TimeoutExpired, with all of them ended, after `timeout` seconds.
+    Each begins with torchrun, python or ddp-course. FOLDER stands for a temporary folder, LESSONS
+    for notebooks, CLINIC for exercises/clinic. Only the last lines of each output are printed.
+    Raises ValueError for other programs, and subprocess.TimeoutExpired, with all of them ended,
+    after `timeout` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="ddp_course_", ignore_cleanup_errors=True) as folder:
         # torchrun leaves its logs in `folder`.
@@ -58,8 +59,10 @@ def _output(process, timeout):
 
 def _start(line, folder):
     """Start a command line in a process group of its own, which can be ended as a whole."""
-    clinic = str(course_folder("exercises") / "clinic")
-    program, *arguments = shlex.split(line.replace("FOLDER", folder).replace("CLINIC", clinic))
+    words = line.replace("FOLDER", folder)
+    words = words.replace("LESSONS", str(course_folder("notebooks")))
+    words = words.replace("CLINIC", str(course_folder("exercises") / "clinic"))
+    program, *arguments = shlex.split(words)
     if program not in PROGRAMS:
         raise ValueError(f'"{program}" is not one of {", ".join(PROGRAMS)}')
     environ = {

@@ -430,6 +430,12 @@ def test_command_runs_our_programs_only(capsys):
         show.command("rm -r x")
 
 
+def test_a_command_names_the_courses_folders_by_words(capsys):
+    code = '"import os, sys; print(*map(os.path.exists, sys.argv[1:]))"'
+    show.command(f"python -c {code} LESSONS/13_fsdp.py CLINIC/stacks.py FOLDER FOLDER/none")
+    assert "True True True False" in capsys.readouterr().out
+
+
 def test_the_central_explorer_agrees_with_the_comparison_and_its_winners_change_places():
     from ddp_course.lab import compare
 

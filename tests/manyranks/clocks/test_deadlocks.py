@@ -210,6 +210,8 @@ def test_a_deadlock_of_a_launch_has_its_waits_as_data():
         "deadlock: rank 0 waits to receive from rank 1 since 2.000000 s"
     )
     assert str(error).startswith(error.message)
+    assert str(error).count(error.message) == 1, "what a deadlock is was said twice"
+    assert "dist.recv(torch.zeros(4), 1)\n" in str(error), "the traceback leads to the line"
 
 
 def sleeps_for_ever():

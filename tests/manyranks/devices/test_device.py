@@ -25,18 +25,18 @@ def test_impossible_devices_are_refused(options, words):
 
 def test_a_roofline_has_two_sides():
     device = Device("2GFLOP/s", memory="1GB/s")
-    assert device.seconds(4e9, 1e9) == (2.0, "flops")
-    assert device.seconds(1e9, 3e9) == (3.0, "memory")
-    assert Device("2GFLOP/s").seconds(0, 1e9) == (0.0, "flops")
+    assert device.cost(4e9, 1e9) == (2.0, "flops")
+    assert device.cost(1e9, 3e9) == (3.0, "memory")
+    assert Device("2GFLOP/s").cost(0, 1e9) == (0.0, "flops")
 
 
 def test_what_kernels_reach_of_a_device():
     reach = Reach.read("products=0.5, attention=0.25,memory=0.1,launch=30us")
     assert reach == pytest.approx((0.5, 0.25, 0.1, 30e-6))
     device = Device("2GFLOP/s", "1GB/s", reach=reach)
-    assert device.seconds(4e9, 0) == (pytest.approx(4 + 30e-6), "flops")
-    assert device.seconds(4e9, 0, attends=True) == (pytest.approx(8 + 30e-6), "flops")
-    assert device.seconds(0, 1e9) == (pytest.approx(10 + 30e-6), "memory")
+    assert device.cost(4e9, 0) == (pytest.approx(4 + 30e-6), "flops")
+    assert device.cost(4e9, 0, attends=True) == (pytest.approx(8 + 30e-6), "flops")
+    assert device.cost(0, 1e9) == (pytest.approx(10 + 30e-6), "memory")
     for wrong in ("speed=1", "products=1.2", "attention=0", "memory=x", "launch=soon", ""):
         with pytest.raises(EmulationError, match=r"products=|memory=|5ms|products"):
             Reach.read(wrong)

@@ -525,14 +525,21 @@ def test_a_bar_is_there_before_the_first_step_and_its_seconds_go_on(capfd, monke
         drawn = sys.stderr.getvalue()
     assert drawn.count("0/1") > 3
     assert "1/1" in drawn
-    launch(time.sleep, 0.5, world_size=1)
-    assert capfd.readouterr().err == ""
-    monkeypatch.setattr(bar, "LATE_SECONDS", 0.3)
-    launch(time.sleep, 0.5, world_size=1)  # Nobody looks.
-    assert capfd.readouterr().err == ""
-    monkeypatch.setattr(bar, "somebody_looks", lambda: True)
+
+
+@pytest.mark.parametrize(
+    "late_seconds, looks, shown", [(60.0, True, ""), (0.3, False, ""), (0.3, True, "runs: 00:0")]
+)
+def test_a_long_launch_without_a_bar_shows_its_seconds_to_whoever_looks(
+    late_seconds, looks, shown, capfd, monkeypatch
+):
+    monkeypatch.setattr(bar, "DRAWING_SECONDS", 0.2)
+    monkeypatch.setattr(bar, "LATE_SECONDS", late_seconds)
+    monkeypatch.setattr(bar, "somebody_looks", lambda: looks)
     launch(time.sleep, 1, world_size=1)
-    assert "the launch runs: 00:0" in capfd.readouterr().err
+    drawn = capfd.readouterr().err
+    assert shown in drawn
+    assert bool(shown) == bool(drawn)
 
 
 def test_random_faults_leave_nothing_behind():

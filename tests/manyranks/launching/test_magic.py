@@ -47,14 +47,10 @@ def kernel(request):
 def test_a_cell_runs_on_all_ranks_with_output_grouped_by_rank(kernel):
     output = kernel.run(CELL)
     assert output.error == "", output.message
-    expected = [
-        line
-        for rank in range(3)
-        for line in (
-            f"[rank {rank}] rank {rank} of 3 on cpu",
-            f"[rank {rank}] (tensor(33), {2 * rank})",
-        )
-    ]
+    expected = []
+    for rank in range(3):
+        expected.append(f"[rank {rank}] rank {rank} of 3 on cpu")
+        expected.append(f"[rank {rank}] (tensor(33), {2 * rank})")
     assert output.stdout.splitlines() == expected
     assert kernel.run("total, note").result == "(tensor(33), {'seen by': 0, 'doubled': 20})"
     assert kernel.run("%%ranks 2\nrank;").stdout == ""
@@ -105,36 +101,44 @@ def test_each_cell_starts_anew_with_the_notebooks_names(kernel):
         assert expected in output.stdout + output.stderr + output.message, cell
 
 
-def test_nbval_accepts_the_magic_and_the_progress_bar(tmp_path):
-    train = (
-        "import torch\nfrom manyranks import launch\ndef train(steps):\n    optimizer ="
-        " torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)\n    for _ in range(steps):"
-        " optimizer.step()\n    return steps\nfor steps in (20, 3):\n    launch(train,"
-        " steps, world_size=2, progress=20)"
+TRAINS = """
+import torch
+from manyranks import launch
+
+def train(steps):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    for _ in range(steps):
+        optimizer.step()
+    return steps
+
+for steps in (20, 3):
+    launch(train, steps, world_size=2, progress=20)
+"""
+
+
+def judged_by_nbval(notebook, path):
+    """Return the ended process in which nbval has run a notebook and compared its outputs."""
+    nbformat.write(notebook, path)
+    words = ["-m", "pytest", "--nbval", "-q", "-p", "no:cacheprovider", path.name]
+    return subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        cwd=path.parent,
+        timeout=600,
+        check=False,
     )
-    cells = [nbformat.v4.new_code_cell(source) for source in (SETUP, CELL, "total", train)]
+
+
+def test_nbval_accepts_the_magic_and_the_progress_bar(tmp_path):
+    cells = [nbformat.v4.new_code_cell(source) for source in (SETUP, CELL, "total", TRAINS)]
     notebook = nbformat.v4.new_notebook(
         cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "p"}}
     )
     NotebookClient(notebook, timeout=600).execute()
     # A reader without widgets sees no bar, rather than one at 0 %.
     assert [output["data"]["text/plain"] for output in notebook.cells[3].outputs] == ["", ""]
-    nbformat.write(notebook, tmp_path / "magic.ipynb")
-    nbval = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--nbval",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        str(tmp_path / "magic.ipynb"),
-    ]
-    ended = subprocess.run(
-        nbval, capture_output=True, text=True, cwd=tmp_path, timeout=600, check=False
-    )
-    assert ended.returncode == 0, ended.stdout
+    accepted = judged_by_nbval(notebook, tmp_path / "magic.ipynb")
+    assert accepted.returncode == 0, accepted.stdout
     notebook.cells[2].outputs[0]["data"]["text/plain"] = "tensor(34)"
-    nbformat.write(notebook, tmp_path / "magic.ipynb")
-    ended = subprocess.run(nbval, capture_output=True, cwd=tmp_path, timeout=600, check=False)
-    assert ended.returncode != 0
+    assert judged_by_nbval(notebook, tmp_path / "magic.ipynb").returncode != 0

@@ -1,6 +1,6 @@
 """Train a transformer under torch's `fully_shard`, on random tokens: a script for torchrun.
 
-    manyranks run --ranks 8 --device H100 --link NVLink --sizes-only fsdp.py --layers 32
+    manyranks run --ranks 8 --device H100 --link NVLink --sizes-only 13_fsdp.py --layers 32
 
 With --gated it is a Llama (RMSNorm, rotations, gates, fewer heads for keys and values), else a GPT.
 With --zero1 what is sent is that of ZeRO-1: a rank keeps all weights and gradients during a step.
@@ -55,25 +55,21 @@ def rotated(values: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
 class Block(nn.Module):
     """Attention and an MLP, each after a norm and beside a residual."""
 
-    def __init__(
-        self,
-        hidden,
-        heads,
-        kv_heads,
-        ff,
-        gated,
-    ):
+    def __init__(self, args):
         super().__init__()
-        self.width = hidden // heads
+        hidden = args.hidden
+        ff = args.ff or 4 * hidden
+        kv_heads = args.kv_heads or args.heads
+        self.width = hidden // args.heads
         self.recomputed = False
-        norm = nn.RMSNorm if gated else nn.LayerNorm
+        norm = nn.RMSNorm if args.gated else nn.LayerNorm
         self.attention_norm = norm(hidden)
         self.query = nn.Linear(hidden, hidden, bias=False)
         self.key_value = nn.Linear(hidden, 2 * kv_heads * self.width, bias=False)
         self.out = nn.Linear(hidden, hidden, bias=False)
         self.mlp_norm = norm(hidden)
         self.up = nn.Linear(hidden, ff, bias=False)
-        self.gate = nn.Linear(hidden, ff, bias=False) if gated else None
+        self.gate = nn.Linear(hidden, ff, bias=False) if args.gated else None
         self.down = nn.Linear(ff, hidden, bias=False)
 
     def attend(self, values: Tensor, angles: Any) -> Tensor:
@@ -113,17 +109,8 @@ class Transformer(nn.Module):
 
     def __init__(self, args):
         super().__init__()
-        kv_heads = args.kv_heads or args.heads
-        ff = args.ff or 4 * args.hidden
-        shape = (
-            args.hidden,
-            args.heads,
-            kv_heads,
-            ff,
-            args.gated,
-        )
         self.words = nn.Embedding(args.vocab, args.hidden)
-        self.blocks = nn.ModuleList(Block(*shape) for _ in range(args.layers))
+        self.blocks = nn.ModuleList(Block(args) for _ in range(args.layers))
         self.norm = nn.RMSNorm(args.hidden) if args.gated else nn.LayerNorm(args.hidden)
         self.output = nn.Linear(args.hidden, args.vocab, bias=False)
 
