@@ -7,12 +7,12 @@ import ipywidgets
 
 from ..learners_copy import find_copy, keep
 from ..questions import answered, asked_by, read_questions, title
-from .widgets import MIME
+from .widgets import MIME, Box
 
 INTRODUCTION = "Before you begin: what do you remember of earlier lessons?"
 
 
-class Opening(ipywidgets.VBox):
+class Opening(Box):
     """Questions that are judged, with a reason, as soon as an answer is chosen.
 
     The first answer in a lesson counts: it is kept in the learner's copy.
