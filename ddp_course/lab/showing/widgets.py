@@ -107,8 +107,7 @@ class Explorer(Box):
         return self.draw(**{name: control.value for name, control in self.controls.items()})
 
     def _repr_mimebundle_(self, **options):
-        bundle = super()._repr_mimebundle_(**options)
-        bundle |= {
+        bundle = super()._repr_mimebundle_(**options) | {
             "image/png": base64.b64encode(self.image.value).decode(),
             "text/plain": self.caption,
             MIME: self.recipe,
@@ -210,9 +209,8 @@ class Prediction(Box):
         display({"text/plain": line, MIME: judged}, raw=True)
 
     def _repr_mimebundle_(self, **options):
-        bundle = super()._repr_mimebundle_(**options)
-        listed = "\n".join(f"  ( ) {answer}" for answer in self.answers)
-        return {**bundle, "text/plain": f"{self.question}\n{listed}"}
+        lines = [self.question, *(f"  ( ) {answer}" for answer in self.answers)]
+        return super()._repr_mimebundle_(**options) | {"text/plain": "\n".join(lines)}
 
 
 predict = Prediction  # `predict` asks before the experiment, `reveal` answers after it.
@@ -344,8 +342,8 @@ def bucket_explorer(
         hidden = 1.0
         if step.communication_s:
             hidden -= min(1.0, step.exposed_s / step.communication_s)
-        spans = list(map(list, step.spans))
-        rows.append([cap, len(step.buckets), 1000 * step.step_s, 100 * hidden, spans])
+        numbers = [cap, len(step.buckets), 1000 * step.step_s, 100 * hidden]
+        rows.append([*numbers, list(map(list, step.spans))])
     return caps_explorer(rows, list(measured.items()))
 
 
