@@ -275,7 +275,7 @@ def test_the_overlap_check_sees_an_overlap():
 
 def test_comparison_message_is_computed():
     message = plots.comparison_message(compare_results())
-    assert "6e-07" in message
+    assert "from one device's by at most 6e-07" in message
     assert "3.0 (server)" in message
     assert "6.0 (buckets) times" in message
 
