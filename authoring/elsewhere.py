@@ -17,7 +17,9 @@ BADGES = "open-elsewhere"
 INSTALL = "install-elsewhere"
 FIRST = "00_start_here"
 FOLDED = {"jupyter": {"source_hidden": True}, "cellView": "form"}  # JupyterLab's word and Colab's.
-NEEDED = ("cloudpickle", "pyroute2")  # Colab and Kaggle lack these packages and have the rest.
+# Colab and Kaggle lack these packages and have the rest. They need no other, and pip is told so:
+# otherwise it would say in red that the ipywidgets there are older than the course asks for.
+NEEDED = ("cloudpickle", "pyroute2")
 # This is the source of the cell, in which {course} and {needed} are filled in.
 INSTALLING = """\
 # On Colab and Kaggle this installs the course and leaves torch as it is.
@@ -27,10 +29,10 @@ import glob, importlib.util, os, subprocess, sys
 hosted = {{"COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE"}} & os.environ.keys()
 if hosted and not importlib.util.find_spec("ddp_course"):
     course = glob.glob("ddp_course-*.whl") or [{course!r}]
-    for wanted in (["--no-deps", *course], {needed}):
-        if subprocess.call([sys.executable, "-m", "pip", "install", "--quiet", *wanted]):
-            raise RuntimeError("not installed: switch the internet on (Kaggle: Settings), or put"
-                               " a wheel beside this notebook, and run this cell again")"""
+    alone = ["install", "--quiet", "--no-deps"]
+    if subprocess.call([sys.executable, "-m", "pip", *alone, *course, *{needed}]):
+        raise RuntimeError("not installed: switch the internet on (Kaggle: Settings), or put"
+                           " a wheel beside this notebook, and run this cell again")"""
 
 
 def repository() -> str:

@@ -226,7 +226,7 @@ class Answer:
                 colour = "#0072B2" if other.fits else "#8C8C8C"
                 memory.barh(row, other.memory_gb, color=colour, height=0.5)
             memory.axvline(self.capacity_gb, color="black", linestyle="--")
-            memory.set_xlabel("GB at least; dashed: what it has\ngrey: too much")
+            memory.set_xlabel("GB per GPU, at least\n(dashed: its memory; grey: too much)")
             seconds.set_xlabel("seconds of a step; whisker: nine in ten such runs")
             seconds.set_xlim(0, 1.15 * longest)
             name_rows(seconds, [other.run.way for other in answers])

@@ -249,7 +249,7 @@ show.curves(
     },
     "arithmetic intensity (flops per byte)", "highest speed (TFLOP/s)",
     "By the roofline this small model is bound by memory",
-    theory={"roofline": (intensities, roofline)}, log="xy", kind="counted; derived",
+    theory={"roofline of an A100": (intensities, roofline)}, log="xy", kind="counted; derived",
 )
 
 # %% bounds

@@ -336,12 +336,13 @@ busy = {}
 for name, works in show.progress(pairs.items()):
     busy[name] = max(launch(cores, *works, world_size=1)[0] for _ in range(3))
 of_python, _, of_tiny, of_large = busy.values()
-title = f"Large products: {of_large:.1f} cores busy; tiny ones: {of_tiny:.1f}; Python: {of_python:.1f}"
+title = (f"Two threads keep {of_large:.1f} cores busy with large products,"
+         f" {of_tiny:.1f} with tiny ones, {of_python:.1f} with Python")
 if of_large < 1.2:
     title = "Nothing to see here: this machine is too busy, or has one core"
 show.bars(
     busy,
-    "processor time / wall time",
+    "cores busy (processor/wall time)",
     title,
     kind="measured",
 )

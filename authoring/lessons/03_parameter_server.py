@@ -145,7 +145,7 @@ for name, average in show.progress(ways.items()):
 show.curves(
     {name: (range(1, 21), largest) for name, largest in apart.items()},
     "step",
-    "largest difference of a weight",
+    "largest difference of a weight between ranks",
     "Without averaging K ranks train K models",
     points=False,
 )

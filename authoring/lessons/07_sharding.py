@@ -611,7 +611,7 @@ even = [(128, 128)] * 16
 settings = {name: (name, even) for name in ("plain DDP", "ZeRO-1", "fully sharded")}
 settings["checkpointed too"] = ("fully sharded", even, 1000, True)
 beside = {name: (name, even) for name in ("torch's ZeRO-1", "torch's fully_shard")}
-beside["its checkpointed too"] = ("torch's fully_shard", even, 1000, True)
+beside["torch's, checkpointed too"] = ("torch's fully_shard", even, 1000, True)
 colours = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#D55E00", "#009E73", "#CC79A7")
 course = {}
 lines = {}
@@ -640,7 +640,7 @@ large = {"large batch": max(course["fully sharded"]),
 held = {"small batch": most.pop("small batch"), **large, **most}
 title = f"Activations and big layers are not divided by {K}"
 show.bars(held, "most held on a rank (bytes per parameter)", title, kind="counted",
-          theory=dict.fromkeys(held, 16 / K), dash="16 P/K alone")
+          theory=dict.fromkeys(held, 16 / K), dash=f"16/{K}: parameters, gradients, Adam's state")
 
 # %% check-both-questions folded=true
 # NBVAL_CHECK_OUTPUT
@@ -784,7 +784,8 @@ r"""
 
 Sharded training runs on the devices of this machine, in real time, beside the complete wrapper of lesson 06. It sends
 3(K-1)/K p, as counted above, where DDP sends 2(K-1)/K p: half as many bytes again, for a K-th of the memory. Without a GPU
-the figure shows what one NVIDIA H200 needed.
+the figure shows what one NVIDIA H200 needed, which two ranks shared. Fully sharded training adds far more there than DDP does: each
+layer is gathered before its forward pass and again before its backward pass, and each gather has a fixed cost.
 """
 
 # %% on-your-gpus

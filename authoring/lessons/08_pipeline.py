@@ -682,8 +682,8 @@ The pipeline runs on the devices of this machine, in real time, as 1F1B with fou
 pipeline fills and empties, and for the slowest part. With a GPU the figure has each rank's timeline, too: *compute* is all
 time but the waiting for others. It includes Python's time between two operations, which the lanes leave white. (The thin
 *communication* before the update is the average over all ranks with the same stage. Here each stage has one rank, so nothing
-is sent.) Without a GPU the figure shows what one NVIDIA H200 needed. Two ranks shared it, and what the title calls sending is
-all that a pipeline adds: messages, idle time, and the fixed cost of each small micro-batch.
+is sent.) Without a GPU the figure shows what one NVIDIA H200 needed. Two ranks shared it, and what
+the pipeline adds to one device's time is messages, idle time, and the fixed cost of each small micro-batch.
 """
 
 # %% on-your-gpus

@@ -347,6 +347,8 @@ def test_pages_are_no_wider_than_the_screen(site, offline, width):
     ):
         show(offline, site / f"{name}.html")
         assert offline.evaluate("document.documentElement.scrollWidth") <= width, name
+        cut = "all => all.filter(image => image.width > innerWidth).map(image => image.src)"
+        assert offline.eval_on_selector_all("main img", cut) == []
         broken = "all => all.filter(image => !image.naturalWidth).map(image => image.src)"
         assert offline.eval_on_selector_all("img", broken) == []
     show(offline, site / RING)
@@ -398,6 +400,5 @@ def test_the_first_page_sells_the_course_in_one_screen(site, offline):
         assert box["x"] + box["width"] <= 390, rung.text_content()
         pixels = rung.evaluate("rung => getComputedStyle(rung).fontSize.replace('px', '')")
         assert float(pixels) >= 12
-    drawn = 9 / 72 * 120  # The figure's smallest letters have 9 points, at 120 dots an inch.
-    shrunk = offline.locator(".hero img").evaluate("image => image.width / image.naturalWidth")
-    assert shrunk * drawn >= 8, "the smallest letters of the figure"
+    # There its figure is small, and leads to the picture alone, where one can zoom.
+    assert offline.locator('.hero a[href$="compare.png"] img').bounding_box()["width"] <= 390

@@ -73,8 +73,12 @@ PALE = """root => {
 
 @contextmanager
 def fresh_page(browser, offline=False, width=1400):
-    """Yield a page of its own: nothing is kept of the pages before it."""
-    context = browser.new_context(offline=offline, viewport={"width": width, "height": 1000})
+    """Yield a page of its own: nothing is kept of the pages before it. 390 is a phone's width."""
+    viewport = {"width": width, "height": 1000}
+    is_phone = width == 390
+    context = browser.new_context(
+        offline=offline, viewport=viewport, is_mobile=is_phone, has_touch=is_phone
+    )
     # On a busy machine a page may take a minute for what takes it a second.
     context.set_default_timeout(180_000)
     try:

@@ -23,12 +23,12 @@ from . import as_typed
 
 FOLDERS = ("notebooks", "exercises", "docs")
 NOT_COPIED = {".ipynb_checkpoints", "__pycache__", "checks", "answers"}
-STYLE = """/* Words stay whole; on a phone a figure scrolls instead of shrinking, so that its
-letters can be read, the title of a slider stands above it, and a bar keeps some width. In the dark,
+STYLE = """/* Words stay whole; on a phone a figure fits its cell, and scrolls in its own size once
+it is touched, the title of a slider stands above it, and a bar keeps some width. In the dark,
 figures and the blocks of show.source are dark too. */
 .jp-OutputArea-output.jp-RenderedText pre { word-break: normal; overflow-wrap: anywhere; }
-@media (max-width: 800px) {
-  .jp-OutputArea-output img { flex-shrink: 0; max-width: none !important; }
+@media (hover: none) {
+  .jp-OutputArea-output img:hover { flex-shrink: 0; max-width: none !important; }
 }
 @media (max-width: 500px) {
   .jp-OutputArea-output .widget-inline-hbox { flex-flow: row wrap; height: auto; }
@@ -36,7 +36,7 @@ figures and the blocks of show.source are dark too. */
   .jp-RenderedHTMLCommon, .jp-RenderedMarkdown { overflow-x: auto; }
   .jp-OutputArea-output .widget-hprogress { flex: 1 0 60px; height: 28px; }
   .widget-hbox:has(.widget-hprogress) { flex-wrap: wrap; }
-  /* A figure's title is cut there, and stands below it once more. */
+  /* A figure's title is small there, and stands below it once more. */
   .title-for-all {
     position: static !important; clip-path: none !important; white-space: normal !important;
   }

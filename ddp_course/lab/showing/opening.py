@@ -7,12 +7,12 @@ import ipywidgets
 
 from ..learners_copy import find_copy, keep
 from ..questions import answered, asked_by, read_questions, title
-from .widgets import MIME
+from .widgets import MIME, Box
 
 INTRODUCTION = "Before you begin: what do you remember of earlier lessons?"
 
 
-class Opening(ipywidgets.VBox):
+class Opening(Box):
     """Questions that are judged, with a reason, as soon as an answer is chosen.
 
     The first answer in a lesson counts: it is kept in the learner's copy.
@@ -50,13 +50,13 @@ class Opening(ipywidgets.VBox):
 
     def _repr_mimebundle_(self, **options):
         """Add the questions as text, and as data, for viewers without widgets."""
-        bundle = super()._repr_mimebundle_(**options)
         texts = [INTRODUCTION]
         for question in self.asked.values():
             choices = "\n".join(f"  ( ) {answer}" for answer in question["answers"])
             texts.append(f"{title(question)}\n{choices}")
-        asked = list(self.asked.values())
-        return {**bundle, "text/plain": "\n\n".join(texts), MIME: {"questions": asked}}
+        questions = {"questions": list(self.asked.values())}
+        words = {"text/plain": "\n\n".join(texts), MIME: questions}
+        return super()._repr_mimebundle_(**options) | words
 
 
 questions = Opening  # A lesson's first cell calls it by this name: `show.questions(4)`.

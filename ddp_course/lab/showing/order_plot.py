@@ -16,7 +16,7 @@ COLOURS = {"send": "#0072B2", "receive": "#007F5C"}
 DIRECTIONS = {"send": "to", "receive": "from"}
 COLLECTIVE = "#5F5F5F"
 FAULT = "#BF5200"
-HATCHED = "▨"  # This sign stands before a line that begins a message, whose bar is hatched.
+HATCHED = "▨ not waited for:"  # This stands before a line that begins a message.
 STOPS = "×"  # This sign stands before a line at which a rank goes no further.
 
 

@@ -11,7 +11,7 @@ ALGORITHM_COLOURS = {
     "ring": "#0072B2",
     "tree": "#009E73",
     "halving_doubling": "#CC79A7",
-    "hierarchical": "#3B96CC",
+    "hierarchical": "#882255",
 }
 CONTENDERS = ("parameter_server", "ring", "tree", "halving_doubling")
 

@@ -30,7 +30,7 @@ _LAYOUT = ipywidgets.Layout(width="560px", max_width="100%")
 _WIDE = {"description_width": "160px"}
 BANDWIDTHS = ["100Mbit", "1Gbit", "10Gbit", "100Gbit", "200Gbit", "400Gbit"]
 LAG_SECONDS = 0.3  # A figure that takes longer says that it is being drawn.
-# Screen readers read this; nobody sees it, unless the screen is so narrow that it cuts the figure.
+# Screen readers read this; nobody sees it, unless the screen is so narrow that figures shrink.
 HIDDEN = (
     '<span class="title-for-all"'
     ' style="position:absolute;clip-path:inset(50%);white-space:nowrap">{}</span>'
@@ -39,7 +39,18 @@ HIDDEN = (
 MIME = "application/vnd.ddp-course+json"
 
 
-class Explorer(ipywidgets.VBox):
+class Box(ipywidgets.VBox):
+    """Widgets, and what is shown in their place where there can be none: subclasses add it."""
+
+    # That of ipywidgets 7, which Colab has, would show the widgets alone.
+    _ipython_display_ = None
+
+    def _repr_mimebundle_(self, **options):
+        view = {"version_major": 2, "version_minor": 0, "model_id": self.model_id}
+        return {"application/vnd.jupyter.widget-view+json": view}
+
+
+class Explorer(Box):
     """Sliders over a figure, which `draw` returns for the values of the `controls`, by name.
 
     `rebuild(recipe)` makes such an explorer again; `maker` names the function that made it from
@@ -97,8 +108,7 @@ class Explorer(ipywidgets.VBox):
         return self.draw(**{name: control.value for name, control in self.controls.items()})
 
     def _repr_mimebundle_(self, **options):
-        bundle = super()._repr_mimebundle_(**options)
-        bundle |= {
+        bundle = super()._repr_mimebundle_(**options) | {
             "image/png": base64.b64encode(self.image.value).decode(),
             "text/plain": self.caption,
             MIME: self.recipe,
@@ -161,7 +171,7 @@ def ring_stepper(world_size: int = 4) -> Any:
     return stepper
 
 
-class Prediction(ipywidgets.VBox):
+class Prediction(Box):
     """A question with `answers` to choose from; `reveal` shows the choice beside the truth."""
 
     def __init__(self, question, answers):
@@ -200,9 +210,8 @@ class Prediction(ipywidgets.VBox):
         display({"text/plain": line, MIME: judged}, raw=True)
 
     def _repr_mimebundle_(self, **options):
-        bundle = super()._repr_mimebundle_(**options)
-        listed = "\n".join(f"  ( ) {answer}" for answer in self.answers)
-        return {**bundle, "text/plain": f"{self.question}\n{listed}"}
+        lines = [self.question, *(f"  ( ) {answer}" for answer in self.answers)]
+        return super()._repr_mimebundle_(**options) | {"text/plain": "\n".join(lines)}
 
 
 predict = Prediction  # `predict` asks before the experiment, `reveal` answers after it.

@@ -9,9 +9,11 @@ from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 
+import ipywidgets
 import numpy as np
 import pytest
 import torch
+from IPython.core.formatters import DisplayFormatter
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.text import Text
@@ -173,7 +175,7 @@ def test_a_verdict_draws_what_nobody_has_waited_for_and_where_the_rank_stops():
     [cross] = [line for line in axes.lines if line.get_marker() == "x"]
     assert cross.get_xdata() == [4.0]
     posted, touched = axes.get_xlabel().splitlines()[1:]
-    assert posted.startswith("▨ rank 0, ring.py line 9: leaving")
+    assert posted.startswith("▨ not waited for: rank 0, ring.py line 9: leaving")
     assert touched == "× rank 0, ring.py line 13: x"
 
 
@@ -273,7 +275,7 @@ def test_the_overlap_check_sees_an_overlap():
 
 def test_comparison_message_is_computed():
     message = plots.comparison_message(compare_results())
-    assert "6e-07" in message
+    assert "from one device's by at most 6e-07" in message
     assert "3.0 (server)" in message
     assert "6.0 (buckets) times" in message
 
@@ -384,6 +386,20 @@ def test_sliders_redraw_and_leave_a_picture_and_a_recipe_without_widgets(name):
         int(explorer.image.width),
         int(explorer.image.height),
     ) == size, "the page jumps while the figure loads"
+
+
+def test_with_the_widgets_of_colab_outputs_have_words_and_pictures_too(monkeypatch):
+    """Those of ipywidgets 7 display themselves, and do not know mime bundles."""
+    monkeypatch.setattr(ipywidgets.Widget, "_ipython_display_", lambda self: None, raising=False)
+    monkeypatch.delattr(ipywidgets.Widget, "_repr_mimebundle_")
+    shown = {}
+    for made in (widgets.ring_stepper(4), show.predict("how many?", [1, 2]), show.questions(4)):
+        shown[type(made).__name__], _ = DisplayFormatter().format(made)
+    assert all("application/vnd.jupyter.widget-view+json" in each for each in shown.values())
+    assert "chunks complete" in shown["Explorer"]["text/plain"]
+    assert "image/png" in shown["Explorer"]
+    assert shown["Prediction"]["text/plain"].startswith("how many?")
+    assert "( )" in shown["Opening"]["text/plain"]
 
 
 def test_a_slider_says_that_it_draws_once_that_takes_long_and_no_longer(monkeypatch):

@@ -171,7 +171,9 @@ def test_on_a_phone_titles_stand_above_sliders_and_all_text_can_be_read(lab, the
         explorer.scroll_into_view_if_needed()
         image = explorer.locator("img")
         image.wait_for()
-        assert image.bounding_box()["width"] > 700, "a figure shrinks on a phone"
+        fits_until_touched(page, image)
+        figure = cells.nth([*CELLS].index("figure")).locator("img")
+        fits_until_touched(page, figure)
         inverted = "invert" in image.evaluate("image => getComputedStyle(image).filter")
         assert inverted == (theme == "Dark")
         block = cells.nth([*CELLS].index("source")).locator(".jp-RenderedHTMLCommon > div")
@@ -194,6 +196,23 @@ def test_on_a_phone_titles_stand_above_sliders_and_all_text_can_be_read(lab, the
             for output in cell.locator(".jp-OutputArea-output").all():
                 # Only outputs are ours: JupyterLab chooses the colours of code.
                 assert output.evaluate(PALE) == []
+
+
+def fits_until_touched(page, image):
+    """Assert that a figure is as wide as its cell, and in its own size after a touch.
+
+    A touch beside it shrinks it again.
+    """
+    cell = image.locator("xpath=ancestor::*[contains(@class, 'jp-OutputArea-output')]").last
+    image.scroll_into_view_if_needed()
+    box = settled(image)
+    left = settled(cell)["x"]
+    assert box["x"] + box["width"] <= left + settled(cell)["width"]
+    assert box["width"] > 290, "a figure is smaller than its cell"
+    page.touchscreen.tap(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    assert settled(image)["width"] == image.evaluate("image => image.naturalWidth")
+    page.touchscreen.tap(left / 2, box["y"])
+    assert settled(image)["width"] == box["width"]
 
 
 @pytest.mark.browser
