@@ -398,7 +398,8 @@ def caption(root):
     speeds = {stage.stage: f"{stage.speed_up:.1f}" for stage in results.stages}
     devices = results.world_size
     return textwrap.fill(
-        "*`make compare` on two CPU cores, in virtual time: all end with the same weights."
+        "*`make compare` on two CPU cores, in the virtual time of emulated devices and links:"
+        " all end with the same weights."
         f" A server makes {devices} devices {speeds['3']} times as fast as one,"
         f" a ring {speeds['4']} times, buckets {speeds['5']} times.*",
         width=120,

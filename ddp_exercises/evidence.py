@@ -9,6 +9,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,7 +48,6 @@ BOTH_SEND = (
 )
 # These errors are of the answer, even if the traceback shows none of its lines.
 LEARNERS_OWN = ("MemoryError", "PermissionError", "RecursionError", "NameError")
-GIVEN = "shared.py"  # This file of checks has an all-reduce that is given to answers.
 # These files are torch's, ours, a check's or Python's.
 NOT_LEARNERS = re.compile(
     r"site-packages|dist-packages|[/\\](?:manyranks|ddp_course|ddp_exercises)[/\\]"
@@ -195,6 +195,11 @@ def explain(error: ManyranksError, task: Task) -> str:
     if not frame and kind not in LEARNERS_OWN:
         return f"{UNUSABLE} ({kind}: {shortened})"
     advice = ""
+    if "Boolean value of Tensor" in message:
+        advice = (
+            "; == and `in` compare tensors number by number: torch.equal says whether all numbers"
+            " are equal, and `is` or a set whether it is this very tensor"
+        )
     if kind == "NameError":
         advice = "; is it spelt right, and defined or imported in a cell above?"
     return f"your code raised {kind}: {shortened}{where}{advice}"
@@ -206,20 +211,22 @@ def explain_deadlock(error: DeadlockError, task: Task) -> str:
     all_send = all(wait.what.kind == "send" for wait in error.waits)
     if all_send and "wire.exchange" in solution(task.number):
         advice += BOTH_SEND
-    waits = who_waits(error.waits, error.returned, in_answer)
+    frames = {failure.rank: own_frame(failure.traceback, task) for failure in error.failures}
+    waits = who_waits(error.waits, error.returned, partial(in_answer, frames))
     return f"the ranks wait for each other for ever: {waits}; {advice}"
 
 
-def in_answer(wait: Wait) -> str:
+def in_answer(frames: dict, wait: Wait) -> str:
     """Return for what a rank waits, and in which line of the answer.
 
-    A rank that waits in a file of checks, or at no line of a program, has ended its answer.
+    The line that waits may be a check's, as in an all-reduce that is given; then the rank's
+    traceback, of which `frames` has the last line, is still in the answer, or the answer has ended.
     """
-    if wait.file == GIVEN:
-        return f"{wait} in all_reduce"
-    if not wait.in_program or wait.file in check_files():
-        return f"rank {wait.rank} has ended"
-    return f"{wait} (line {wait.line})"
+    if wait.in_program and wait.file not in check_files():
+        return f"{wait} (line {wait.line})"
+    if frame := frames.get(wait.rank):
+        return f"{wait} (line {frame.line})"
+    return f"rank {wait.rank} has ended"
 
 
 def still_running(error: LaunchTimeout, task: Task) -> str:

@@ -525,8 +525,7 @@ itself, average in the first step alone, or leave out the broadcast. The row the
 and from which step on. (A broadcast that is left out changes nothing as long as all ranks build the same model.) Two
 servers, each for every other gradient, would be right and faster, as question 2 says: rank 1 can be the second. Your messages are ten
 times as many as stage 3's, which packs the ten gradients of the model into one tensor; here that costs nothing, because these links have
-no latency. In the timeline the time between your backward pass and your update is drawn as waiting, because only the course's own
-functions say when they send.
+no latency. In the timeline all the time between your backward pass and your update is drawn as communication.
 """
 
 

@@ -662,8 +662,7 @@ The ring of lesson 00 stands here beside the chunked ring and PyTorch's own. It 
 longer. Cut the gradient into chunks yourself, as exercise 4 does in small steps, and it comes down to the others. If a line goes
 wrong, the row says by how much the weights differ from one device's, and from which step on. From step 1 on the average itself is
 wrong: perhaps nobody divides, or a part of the sum is missing. From a later step on, something is left over from the step
-before. The timeline draws what your row does between backward and update as waiting, because only the course's own functions
-say when they send.
+before. The timeline draws all that your row does between backward and update as communication.
 """
 
 

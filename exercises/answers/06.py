@@ -739,6 +739,10 @@ def mistakes(samples, weights, saved):
 #- if names) > 1:
 #+ if names) > 0:
 
+# %% 6.6 wrong: all writers | two ranks that wrote are enough, and the others need not have: count those that did
+#- sum(1 for names in saved if names) > 1:
+#+ all(saved):
+
 # %% 6.6 wrong: the weights are not compared | "wrapper" is missing: the weights differ from rank to rank
 #- other != weights[0]
 #+ other != other
@@ -906,7 +910,7 @@ class Reducer:
 #+                 count = users[[parameter is one for one in self.everyone].index(True)]
 #+                 parameter.grad = part.view_as(parameter) / count if parameter in used else None
 
-# %% 6.7 wrong: asks before all have left | the ranks start sums in different orders
+# %% 6.7 wrong: asks before all have left | the ranks start sums in different orders: a bucket that leaves in finish here may have left in ready there, so ask who used what when all have left
 #-         for parameter in self.everyone:
 #-             self.ready(parameter)
 #-         self.start(users)()
@@ -939,6 +943,12 @@ class Reducer:
     def finish(self):
         ...
 
+# %% 6.7 told: looked up in a list of tensors | `is` or a set whether it is this very tensor
+#-         for bucket in self.buckets[len(self.sent) :]:
+#-             if not self.there.issuperset(bucket):
+#+         for bucket in self.buckets[len(self.sent) :]:
+#+             if parameter not in bucket[::-1] or not self.there.issuperset(bucket):
+
 # %% 6.7 told: what a wait returns | what sums in place returns nothing
 #-             wait()
 #-             parts = flat.split(
@@ -960,6 +970,9 @@ class Reducer:
 # %% 6.8 wrong: lazy, as it was published | each process says where it meets the others by itself: on another host, localhost is another machine
 #-     dist.init_process_group("gloo")
 #+     dist.init_process_group("gloo", init_method="tcp://localhost:10888", rank=0, world_size=1)
+# %% 6.8 wrong: a meeting place of its own | localhost is another machine on each host: leave init_method out, and torchrun's place is taken
+#-     dist.init_process_group("gloo")
+#+     dist.init_process_group("gloo", init_method="tcp://localhost:10888", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
 # %% 6.8 wrong: rank 0 for all | every process says that it is rank 0: torchrun has told each its RANK
 #-     dist.init_process_group("gloo")
 #+     dist.init_process_group("gloo", rank=0, world_size=4)
@@ -1053,6 +1066,9 @@ class Reducer:
 #-     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
 #+     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
 #+     found = []
+# %% 6.9 told: each rank decides alone | rank 0 waits for ranks [0, 1, 2, 3] in broadcast from rank 0 (line
+#- not all(torch.equal(replica, replicas[0]) for replica in replicas):
+#+ not torch.equal(weights, replicas[0]):
 # %% 6.9 wrong: to some digits | they differ in their last bits: compare with torch.equal
 #- torch.equal(replica, replicas[0])
 #+ torch.allclose(replica, replicas[0], atol=1e-8)

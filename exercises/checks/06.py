@@ -513,7 +513,7 @@ class FromSymptoms:
             for word, symptom in USUAL.items():
                 part = "samples" if word in ("sampler", "epoch") else "weights and files"
                 named = "named" if word in words else "not named"
-                yield part, f'run {number} of {len(samples)} ranks, "{word}" ({symptom})', named
+                yield part, f'run {number}, on {len(samples)} ranks: "{word}" ({symptom})', named
 
 
 NO_BUCKET = -1  # This is the number of a sum that is none of a bucket.

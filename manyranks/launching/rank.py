@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from .protocol import Answered, Duty, Setting, Started, send
 from .steps import Steps
 
 TORCH = str(Path(torch.__file__).parent)
+TORCHS_WRAPPERS = ("inner", "_fn")  # torch calls a __torch_dispatch__ from these functions.
 # Errors of torch, NCCL, gloo and the system are known by these words: their types say too little.
 NCCL_LOST = (
     "ncclRemoteError",
@@ -279,11 +281,23 @@ def failure_of(rank: int, error: BaseException) -> Failure:
         rank,
         type(error).__name__,
         message,
-        traceback="".join(traceback.format_exception(type(error), error, frames)),
+        traceback=as_text(error, frames),
         time=now,
         consequence=is_broken_connection(error, message),
         waits=error.waits if isinstance(error, DeadlockError) else [],
     )
+
+
+def as_text(error: BaseException, frames: TracebackType | None) -> str:
+    """Return a traceback, without an operation's way to torch through an emulated device."""
+    whole = traceback.TracebackException(type(error), error, frames)
+    names = [frame.name for frame in whole.stack]
+    if "__torch_dispatch__" in names and whole.stack[-1].filename.endswith("_ops.py"):
+        begin = names.index("__torch_dispatch__")
+        while names[begin - 1] in TORCHS_WRAPPERS:
+            begin -= 1
+        del whole.stack[begin:]
+    return "".join(whole.format())
 
 
 def words_of(error: BaseException) -> str:

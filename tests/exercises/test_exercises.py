@@ -114,6 +114,13 @@ def test_a_deadlock_is_told_with_each_ranks_line():
     assert not said.endswith(BOTH_SEND)
 
 
+def test_a_rank_that_waits_in_a_check_below_its_answer_has_not_ended():
+    in_check = Wait(0, BARRIER, 0.0, "06.py", 899, "return forward(*arguments)")
+    traceback = 'File "cell", line 10, in first_difference\n    ddp(inputs)'
+    error = DeadlockError("", [in_check], [1, 2], [Failure(0, "DeadlockError", "", traceback)])
+    assert "for ranks [0, 1, 2] in barrier (line 10);" in explain(error, find("6.9"))
+
+
 def test_only_ranks_that_all_send_and_could_exchange_are_told_to():
     failures = [Failure(1, "DeadlockError")]
     error = DeadlockError("", [SENDS, replace(SENDS, rank=1)], [2], failures)

@@ -131,7 +131,7 @@ def summarise(stage: Stage, ranks: list[RankReport]) -> StageResult:
     typical = min(recorded_s, key=lambda step: abs(recorded_s[step] - median))
     if stage.key == "yours":
         for record in records:
-            note_unseen_waits(record, typical)
+            note_unseen_messages(record, typical)
     lanes = lanes_of(records, typical)
     exposed = max(timeline.exposed(record.spans[typical]) for record in records)
     # On real devices nobody sees the copies between the threads of one process.
@@ -160,15 +160,19 @@ def summarise(stage: Stage, ranks: list[RankReport]) -> StageResult:
     )
 
 
-def note_unseen_waits(record: Recording, step: int) -> None:
-    """Note what follows a backward pass as waiting, if nobody saw a message of this step."""
+def note_unseen_messages(record: Recording, step: int) -> None:
+    """Note what follows a backward pass, if the step has no collective of the course's own.
+
+    It is communication where messages were counted, and waiting where nobody knows.
+    """
     spans = sorted(record.spans[step], key=lambda span: span.start)
     if any(span.name == "communication" for span in spans):
         return
+    name = "communication" if record.traffic.messages_sent else "wait"
     ends = [*(span.start for span in spans[1:]), record.began[step + 1]]
     for span, end in zip(spans, ends, strict=True):
         if span.name == "backward" and end > span.end:
-            record.spans[step].append(timeline.Span("wait", span.end, end))
+            record.spans[step].append(timeline.Span(name, span.end, end))
 
 
 def first_different(differences: list[float], steps: int) -> int | None:

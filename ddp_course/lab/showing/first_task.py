@@ -47,7 +47,7 @@ def first_ring(ring: Ring) -> Picture | None:
         ms[name] = 1000 * time_collective(average, 2**20, RANKS, Link("200Mbit"))
     return bars(
         ms,
-        "time to average 1 MiB (ms)",
+        "time for 1 MiB (ms)",
         f"My ring: {ms['my ring']:.0f} ms, the server: {ms['server']:.0f} ms",
         colours={"server": STAGE_COLOURS["3"], "my ring": STAGE_COLOURS["4w"]},
         kind="virtual time",

@@ -356,7 +356,11 @@ def draw_stage_timelines(axes: Axes, stages: list[StageResult], kind: str) -> No
         # A gap is left between stages.
         row += len(stage.timeline) + 0.7
     axes.set_yticks(middles, [stage.label for stage in stages])
-    axes.set(ylim=(row - 0.4, -0.8), xlim=(0, None), xlabel="time (ms) since the first rank began")
+    axes.set(
+        ylim=(row - 0.4, -0.8),
+        xlim=(0, None),
+        xlabel="time since the first rank began this step (ms)",
+    )
     axes.grid(axis="y", visible=False)
     axes.set_title(f"One step of every stage, a lane per rank ({kind})")
     lanes = [lane for stage in stages for lane in stage.timeline]

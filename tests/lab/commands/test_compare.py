@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
-from ddp_course import Link, ladder, problems, stage3_paramserver, stage4_ring
+from ddp_course import Link, ladder, problems, stage3_paramserver, stage4_ring, wire
 from ddp_course.base import files
 from ddp_course.lab import cli, compare
 from ddp_course.lab.folders import course_folder
@@ -333,29 +333,46 @@ def average_by_torch(gradients, step):
         dist.all_reduce(gradient)
 
 
+def average_by_hand(gradients, step):
+    _, _, left, right = wire.neighbours()
+    for gradient in gradients:
+        incoming = torch.empty_like(gradient)
+        wire.exchange(gradient, right, incoming, left)
+        gradient += incoming
+        gradient /= 2
+
+
 def average_once(gradients, step):
     if step == 0:
         stage4_ring.average_on_ring(gradients)
 
 
 def test_a_stage_of_ones_own_stands_beside_the_others_and_is_told_where_it_goes_wrong():
-    own = {"by torch": loop(average_by_torch), "only once": loop(average_once)}
+    own = {
+        "by torch": loop(average_by_torch),
+        "by hand": loop(average_by_hand),
+        "only once": loop(average_once),
+    }
     results = compare.run("digits", 2, 4, "4", global_batch=24, yours=own)
-    [ring, right, wrong] = results.stages
-    assert [each.label for each in results.stages] == ["4 ring", "by torch", "only once"]
+    [ring, right, by_hand, wrong] = results.stages
+    labels = [each.label for each in results.stages]
+    assert labels == ["4 ring", "by torch", "by hand", "only once"]
     assert right.differs_from_step is None
     assert right.max_abs_diff_vs_single < 1e-6
     # A step takes what the ring's takes, and what is not computing is waiting.
     assert right.step_ms == pytest.approx(ring.step_ms, rel=0.01)
     assert right.communication_ms == pytest.approx(ring.communication_ms, rel=0.02)
     assert right.bytes_sent_max is None
+    # What is sent on the course's wire is drawn as the ring's communication is.
+    assert drawn(by_hand.timeline[0], "communication") > 0
+    assert drawn(by_hand.timeline[0], "wait") == 0
     assert wrong.differs_from_step == 2
     assert wrong.max_abs_diff_vs_single > 1e-3
     assert "from step 2 on" in str(compare.table(results))
     figure = compare_figure(results)
     assert "only once trains something else" in figure.axes[0].get_title("left")
     # A speed of what trains something else is worth nothing.
-    assert "(by torch) times as fast as one device" in figure.alt
+    assert "(by hand) times as fast as one device" in figure.alt
     assert "(only once)" not in figure.alt
     assert Comparison.from_json(results.to_json()).stages == results.stages
 

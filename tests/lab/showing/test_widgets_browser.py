@@ -39,6 +39,9 @@ CELLS = {
     "ranks": "%%ranks 2\nprint(rank + 42)",
 }
 EXPLORERS = ("ring", "alpha beta", "buckets")
+# How far the tallest box of sliders can be scrolled, in pixels.
+SCROLLS = """cell => Math.max(...[...cell.querySelectorAll(".widget-vbox")].map(
+  box => box.scrollHeight - box.clientHeight))"""
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +119,8 @@ def test_all_widgets_and_cells_on_all_ranks_work_in_the_dark(lab):
         cells["ranks"].scroll_into_view_if_needed()
         cells["ranks"].get_by_text("[rank 1] 43").wait_for()
         has_names(cells)
+        for name in EXPLORERS:
+            assert cells[name].evaluate(SCROLLS) == 0, f"{name} has a scroll bar for nothing"
         save(page, cells["ranks"])
         for name in EXPLORERS:
             drag_every_slider(page, cells[name], name)

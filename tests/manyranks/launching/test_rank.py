@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from manyranks import launch
+from manyranks import Device, launch
 from manyranks.errors import LaunchError, RankError
 from manyranks.launching import rank, server_handle, setting
 from manyranks.launching.decision import Returned
@@ -147,3 +147,12 @@ def exit_code_of_a_spawned_process():
     process.start()
     process.join(300)
     return process.exitcode
+
+
+def test_what_an_emulated_device_does_below_the_programs_line_is_not_in_a_traceback():
+    with Device("1GFLOP/s").emulate(sleep=False), pytest.raises(RuntimeError) as caught:
+        torch.ones(37).add_(torch.ones(38))
+    told = rank.failure_of(0, caught.value).traceback
+    assert "add_(torch.ones(38))" in told
+    assert told.count("  File ") == 1
+    assert told.endswith("at non-singleton dimension 0\n")
