@@ -336,8 +336,7 @@ busy = {}
 for name, works in show.progress(pairs.items()):
     busy[name] = max(launch(cores, *works, world_size=1)[0] for _ in range(3))
 of_python, _, of_tiny, of_large = busy.values()
-title = (f"Two threads keep {of_large:.1f} cores busy with large products,"
-         f" {of_tiny:.1f} with tiny ones, {of_python:.1f} with Python")
+title = f"Two threads keep {of_large:.1f} cores busy with large products, {of_tiny:.1f} with tiny ones, {of_python:.1f} with Python"
 if of_large < 1.2:
     title = "Nothing to see here: this machine is too busy, or has one core"
 show.bars(
