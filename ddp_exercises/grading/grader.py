@@ -172,8 +172,9 @@ def grade_one(
             f" {first_line(str(error))}); please report it"
         )
     if result.exercise and not result.tasks:
-        for task, worth in exercises[result.exercise].points.items():
-            result.tasks.append(result_of(task, worth, nothing(find(task), result.message)))
+        for number, worth in exercises[result.exercise].points.items():
+            task = find(number)
+            result.tasks.append(result_of(task, worth, nothing(task, result.message)))
     return result
 
 
@@ -184,7 +185,6 @@ def points_of(
 
     Each answer is tried in fresh processes.
     """
-    given = pristine.given.get("imports", "")
     results: list[TaskResult] = []
     cells = submission.cells
     found = find_answers(pristine, cells)
@@ -205,20 +205,21 @@ def points_of(
         verdicts = judge.verdicts(answers, f"{folder}/work", left)
         judged = {}
         for number, worth in pristine.points.items():
+            task = find(number)
             if number not in answers:
                 unanswered = trouble(number, pristine, cells)
                 error = error_of(number, found[number], errors) if number in found else unanswered
-                judged[number] = nothing(find(number), error)
+                judged[number] = nothing(task, error)
             # Verdicts come as they are known, not in the order of tasks.
             while number not in judged:
                 other, judged[other] = next(verdicts)
-            result = result_of(number, worth, judged[number])
+            result = result_of(task, worth, judged[number])
             if number in found:
                 source = found[number].source
                 result.notes = found[number].notes
                 result.answer = clean(source, MOST_SHOWN)
                 result.published = published(number, result.answer)
-                result.suspicious = remarks(clean(source), given)
+                result.suspicious = remarks(clean(source), pristine.given.get("imports", ""))
                 if result.message:
                     name_what_comes_first(result, results, source)
             results.append(result)

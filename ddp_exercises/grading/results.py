@@ -10,7 +10,7 @@ from typing import Any
 
 from ddp_exercises.diagnosis import Verdict
 from ddp_exercises.errors import GradingError
-from ddp_exercises.tasks import find
+from ddp_exercises.tasks import Task
 
 MOST_MESSAGE = 2000
 COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -204,16 +204,15 @@ def subjects(result: Result) -> set[tuple]:
     return pairs or {(result.learner, None)}
 
 
-def result_of(task: str, possible: float, verdict: Verdict) -> TaskResult:
+def result_of(task: Task, possible: float, verdict: Verdict) -> TaskResult:
     """Return the `TaskResult` of a task, by its verdict."""
-    weights = find(task).parts
     parts = []
     for name, message in verdict.parts.items():
-        worth = possible * weights[name] / sum(weights.values())
+        worth = possible * task.parts[name] / sum(task.parts.values())
         points = 0.0 if message else worth
         parts.append(Part(name, points, worth, clean(message)))
     return TaskResult(
-        task,
+        task.number,
         sum(part.points for part in parts),
         possible,
         clean(verdict.message),
