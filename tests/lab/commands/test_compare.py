@@ -458,6 +458,8 @@ def test_a_model_of_ones_own_is_compared_with_its_data_loss_and_optimizer(mine):
         optimizer.step()
         losses.append(loss.item())
     assert first.stages[0].loss == pytest.approx(losses)
+    # Only a cross entropy is in nats.
+    assert compare_figure(first).axes[0].get_ylabel() == "loss"
 
 
 def test_the_page_about_a_model_of_ones_own_has_one_that_runs(mine):
