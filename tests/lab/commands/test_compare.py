@@ -144,6 +144,9 @@ def test_a_loss_that_is_no_number_is_told_and_not_written():
         NotFiniteError, match=r"single device is no longer a number .* smaller --lr"
     ):
         compare.run("synthetic", 1, 40, "1", device_speed="none", lr=1e12)
+    own = {"far off": loop(average_far_off)}
+    with pytest.raises(NotFiniteError, match="far off is no .* its weights differ from step 1 on"):
+        compare.run("digits", 2, 8, "1", **RAW, global_batch=24, yours=own)
 
 
 @pytest.mark.parametrize(
@@ -340,6 +343,11 @@ def average_by_hand(gradients, step):
         wire.exchange(gradient, right, incoming, left)
         gradient += incoming
         gradient /= 2
+
+
+def average_far_off(gradients, step):
+    for gradient in gradients:
+        gradient *= 1e20
 
 
 def average_once(gradients, step):
