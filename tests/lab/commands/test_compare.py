@@ -145,7 +145,7 @@ def test_a_loss_that_is_no_number_is_told_and_not_written():
     ):
         compare.run("synthetic", 1, 40, "1", device_speed="none", lr=1e12)
     own = {"far off": loop(average_far_off)}
-    with pytest.raises(NotFiniteError, match="far off is no .* its weights differ from step 1 on"):
+    with pytest.raises(NotFiniteError, match=r"far off is no .* its weights differ from step 1 on"):
         compare.run("digits", 2, 8, "1", **RAW, global_batch=24, yours=own)
 
 
