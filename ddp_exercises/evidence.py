@@ -194,15 +194,19 @@ def explain(error: ManyranksError, task: Task) -> str:
         return f"your code ended the process of rank {culprit.rank} ({kind} {message})"
     if not frame and kind not in LEARNERS_OWN:
         return f"{UNUSABLE} ({kind}: {shortened})"
-    advice = ""
+    return f"your code raised {kind}: {shortened}{where}{advice_on(kind, message)}"
+
+
+def advice_on(kind: str, message: str) -> str:
+    """Return what to do about an error that beginners meet, after a semicolon; else ""."""
+    if kind == "NameError":
+        return "; is it spelt right, and defined or imported in a cell above?"
     if "Boolean value of Tensor" in message:
-        advice = (
+        return (
             "; == and `in` compare tensors number by number: torch.equal says whether all numbers"
             " are equal, and `is` or a set whether it is this very tensor"
         )
-    if kind == "NameError":
-        advice = "; is it spelt right, and defined or imported in a cell above?"
-    return f"your code raised {kind}: {shortened}{where}{advice}"
+    return ""
 
 
 def explain_deadlock(error: DeadlockError, task: Task) -> str:

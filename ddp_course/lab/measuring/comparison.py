@@ -155,9 +155,14 @@ def refuse_not_finite(result: StageResult) -> None:
     """Raise NotFiniteError at the first step whose loss is no number."""
     for step, loss in enumerate(result.loss, 1):
         if not math.isfinite(loss):
+            # If it is a learner's own, one device has trained with this lr.
+            advice = (
+                f"its weights differ from step {result.differs_from_step} on"
+                if result.stage == "yours"
+                else "choose a smaller --lr"
+            )
             raise NotFiniteError(
-                f"the loss of {result.name} is no longer a number from step {step} on: choose a"
-                " smaller --lr"
+                f"the loss of {result.name} is no longer a number from step {step} on: {advice}"
             )
 
 

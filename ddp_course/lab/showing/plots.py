@@ -240,7 +240,7 @@ def draw_losses(axes: Axes, stages: list[StageResult]) -> None:
         title += f": {', '.join(different)} trains something else"
     elif len(stages) > 1:
         title += ": the curves lie on one another"
-    axes.set(xlabel="step", ylabel="loss (nats)", title=title)
+    axes.set(xlabel="step", ylabel="loss", title=title)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(0, 1.08 * max(max(stage.loss) for stage in stages))
     # Two columns fit under a curve that falls slowly.

@@ -32,9 +32,8 @@ BANDWIDTHS = ["100Mbit", "1Gbit", "10Gbit", "100Gbit", "200Gbit", "400Gbit"]
 LAG_SECONDS = 0.3  # A figure that takes longer says that it is being drawn.
 # Screen readers read this; nobody sees it, unless the screen is so narrow that figures shrink.
 HIDDEN = (
-    '<span class="title-for-all"'
-    ' style="position:absolute;height:1px;overflow:hidden;clip-path:inset(50%);white-space:nowrap">'
-    "{}</span>"
+    '<span class="title-for-all" style="position:absolute;height:1px;overflow:hidden;'
+    'clip-path:inset(50%);white-space:nowrap">{}</span>'
 )
 # No notebook program shows this type; the course's web site does.
 MIME = "application/vnd.ddp-course+json"

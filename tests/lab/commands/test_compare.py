@@ -144,6 +144,9 @@ def test_a_loss_that_is_no_number_is_told_and_not_written():
         NotFiniteError, match=r"single device is no longer a number .* smaller --lr"
     ):
         compare.run("synthetic", 1, 40, "1", device_speed="none", lr=1e12)
+    own = {"far off": loop(average_far_off)}
+    with pytest.raises(NotFiniteError, match=r"far off is no .* its weights differ from step 1 on"):
+        compare.run("digits", 2, 8, "1", **RAW, global_batch=24, yours=own)
 
 
 @pytest.mark.parametrize(
@@ -342,6 +345,11 @@ def average_by_hand(gradients, step):
         gradient /= 2
 
 
+def average_far_off(gradients, step):
+    for gradient in gradients:
+        gradient *= 1e20
+
+
 def average_once(gradients, step):
     if step == 0:
         stage4_ring.average_on_ring(gradients)
@@ -466,6 +474,8 @@ def test_a_model_of_ones_own_is_compared_with_its_data_loss_and_optimizer(mine):
         optimizer.step()
         losses.append(loss.item())
     assert first.stages[0].loss == pytest.approx(losses)
+    # Only a cross entropy is in nats.
+    assert compare_figure(first).axes[0].get_ylabel() == "loss"
 
 
 def test_the_page_about_a_model_of_ones_own_has_one_that_runs(mine):
