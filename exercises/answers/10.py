@@ -487,7 +487,7 @@ def explain_figure():
 #+ return "because " * 20 + "4", "A"
 # %% 10.7 told: lazy, the figure's title | this stands in a lesson
 def explain_figure():
-    return 'More than 8 devices gain nothing (updates counted; virtual time; line derived)', "A"
+    return 'The figure says: More than 8 devices gain nothing (updates counted; virtual time; line derived)', "A"
 
 
 # %% 10.7 told: lazy, the lesson's own sentence | this stands in a lesson

@@ -318,6 +318,11 @@ def test_what_nobody_foresaw_is_told_by_a_relation(case):
     assert GENERAL[case] in verdict_on(number, edited(number, edit)).message
 
 
+def test_a_task_that_hands_out_a_ring_takes_what_it_returns_for_nothing():
+    """Its check sums twice as much by a ring, which sums in place."""
+    assert not verdict_on("10.6", solution("10.6")).message
+
+
 def test_a_law_is_said_of_numbers_alone():
     zeros = torch.zeros(3)
     assert relation([Value("case", 0, zeros, zeros + 7)]) == "all of it is 0: "
