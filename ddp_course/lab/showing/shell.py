@@ -59,9 +59,9 @@ def _output(process, timeout):
 
 def _start(line, folder):
     """Start a command line in a process group of its own, which can be ended as a whole."""
-    words = line.replace("FOLDER", folder)
-    words = words.replace("LESSONS", str(course_folder("notebooks")))
-    words = words.replace("CLINIC", str(course_folder("exercises") / "clinic"))
+    lessons = str(course_folder("notebooks"))
+    clinic = str(course_folder("exercises") / "clinic")
+    words = line.replace("FOLDER", folder).replace("LESSONS", lessons).replace("CLINIC", clinic)
     program, *arguments = shlex.split(words)
     if program not in PROGRAMS:
         raise ValueError(f'"{program}" is not one of {", ".join(PROGRAMS)}')

@@ -10,7 +10,6 @@ import base64
 import inspect
 import math
 import threading
-from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -328,10 +327,6 @@ def on_lines(name: str) -> str:
     return name.replace("-", "-\n").replace(" ", "\n")
 
 
-# A simulated step with one cap (MiB) has so many buckets; `hidden` is in percent of its sending.
-CapStep = namedtuple("CapStep", "cap buckets ms hidden spans")
-
-
 def bucket_explorer(
     profile: Any, world_size: int, network: Any, measured: dict, caps: Sequence[float]
 ) -> Explorer:
@@ -347,22 +342,14 @@ def bucket_explorer(
         hidden = 1.0
         if step.communication_s:
             hidden -= min(1.0, step.exposed_s / step.communication_s)
-        rows.append(
-            CapStep(
-                cap=cap,
-                buckets=len(step.buckets),
-                ms=1000 * step.step_s,
-                hidden=100 * hidden,
-                spans=step.spans,
-            )
-        )
+        rows.append([cap, len(step.buckets), 1000 * step.step_s, 100 * hidden, step.spans])
     return caps_explorer(rows, list(measured.items()))
 
 
 def caps_explorer(steps: list[Any], measured: list[Any]) -> Any:
     """Return an explorer of bucket caps from plain values, which a recipe can hold.
 
-    Each of `steps` has the fields of a `CapStep`; `measured` are [cap, ms].
+    `steps` are [cap, number of buckets, ms, percent that is hidden, spans], `measured` [cap, ms].
     """
     positions = [(f"{cap:g}", row) for row, (cap, *_) in enumerate(steps)]
     slider = choice("bucket cap (MiB)", len(steps) // 2, positions)
@@ -372,10 +359,10 @@ def caps_explorer(steps: list[Any], measured: list[Any]) -> Any:
 
 def bucket_figure(steps: list[Any], measured: list[Any], row: int) -> Picture:
     """Draw the figure of `caps_explorer` for one row of `steps`."""
-    chosen = CapStep(*steps[row])
+    cap, buckets, step_ms, hidden, spans = steps[row]
     message = (
-        f"cap {chosen.cap:g} MiB (buckets: {chosen.buckets}): simulated step {chosen.ms:.0f} ms,"
-        f" {chosen.hidden:.0f} % of the communication hidden"
+        f"cap {cap:g} MiB (buckets: {buckets}): simulated step {step_ms:.0f} ms,"
+        f" {hidden:.0f} % of the communication hidden"
     )
     caps, _, simulated_ms, *_ = zip(*steps, strict=True)
     measured_caps, measured_ms = zip(*measured, strict=True)
@@ -383,8 +370,8 @@ def bucket_figure(steps: list[Any], measured: list[Any], row: int) -> Picture:
         picture,
         (above, below),
     ):
-        plots.draw_lane(above, 0, chosen.spans)
-        plots.name_spans(picture, [chosen.spans], loc="outside lower center")
+        plots.draw_lane(above, 0, spans)
+        plots.name_spans(picture, [spans], loc="outside lower center")
         above.set(xlabel="time in the simulated step (ms)", ylim=(0.6, -0.6), yticks=[])
         above.set_xlim(0, 1.05 * max(simulated_ms))
         colour = STAGE_COLOURS["5"]
@@ -400,7 +387,7 @@ def bucket_figure(steps: list[Any], measured: list[Any], row: int) -> Picture:
             arrowprops={"arrowstyle": "->"},
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )
-        below.axvline(chosen.cap, color="#777777", linestyle=":", label="the cap above")
+        below.axvline(cap, color="#777777", linestyle=":", label="the cap above")
         plots.logarithmic(below, "x")
         below.margins(y=0.1)
         below.set(xlabel="bucket cap (MiB)", ylabel="step (ms)", ylim=(0, None))
