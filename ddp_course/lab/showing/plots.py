@@ -183,7 +183,8 @@ def figure_of_one_h200(results: Comparison) -> Picture:
         heights[label] = step_ms[stage.name]
         colours[label] = stage.colour
     title = f"Elsewhere, a step of one device took {alone_ms:.0f} ms on an NVIDIA H200"
-    if len(heights) > 1:
+    several = len(heights) > 1
+    if several:
         title = (
             "Elsewhere, two ranks shared one GPU: nothing can be faster than one device, and above"
             " the line is what a stage adds: messages, waiting, fixed costs"
@@ -191,8 +192,9 @@ def figure_of_one_h200(results: Comparison) -> Picture:
     kind = "measured on one NVIDIA H200, 2026-11-26"
     with panels(height=3.6, message=title, kind=kind) as (picture, axes):
         draw_bars(axes, heights, colours, {}, "{:.0f}")
-        axes.axhline(alone_ms, color="black", label="one device alone")
-        axes.legend()
+        if several:
+            axes.axhline(alone_ms, color="black", label="one device alone")
+            axes.legend()
         axes.set_ylabel("a step (ms)")
     return picture
 

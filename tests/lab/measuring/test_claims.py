@@ -34,10 +34,3 @@ def test_the_table_is_what_lessons_print(tmp_path, capsys, monkeypatch):
     assert claims.decided() == [(99, "Four is even.", "derived", "holds", "By halves.", "07_topic")]
     assert main(["claims"]) == 0
     assert "holds (derived)" in capsys.readouterr().out
-
-
-def test_a_kind_that_is_none_is_refused():
-    with pytest.raises(
-        ValueError, match="one of measured, virtual time, counted, simulated, derived"
-    ):
-        claims.decide(99, "x", "guessed", {}, "why")
