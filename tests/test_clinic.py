@@ -145,3 +145,18 @@ def test_every_cause_is_a_line_of_its_patient():
         lines = (CLINIC / f"patient_{number:02}.py").read_text().splitlines()
         for piece in pieces:
             assert any(piece in line for line in lines), number
+
+
+def test_the_slow_training_of_the_elastic_job_trains(tmp_path):
+    hurry = tmp_path / "hurry"
+    hurry.touch()
+    options = ["--problem=digits", "--stage=6", "--steps=2"]
+    trained = subprocess.run(
+        [sys.executable, CLINIC / "slow_train.py", *options],
+        env={**os.environ, "HURRY": str(hurry)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "step 2/2" in trained.stdout, trained.stderr

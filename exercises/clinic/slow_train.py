@@ -9,8 +9,8 @@ PAUSE = float(os.environ.get("PAUSE", "0.1"))
 batches = problems.Problem.batches
 
 
-def slow_batches(self, *arguments):
-    for batch in batches(self, *arguments):
+def slow_batches(self, *arguments, **named):
+    for batch in batches(self, *arguments, **named):
         if not os.path.exists(os.environ["HURRY"]):
             time.sleep(PAUSE)
         yield batch
