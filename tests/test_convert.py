@@ -46,9 +46,11 @@ def losses(script, folder, ranks):
 
 def test_five_changes_make_a_script_distributed(tmp_path):
     text = (ROOT / "docs" / "CONVERT.md").read_text()
-    (script,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    script, in_a_cell = re.findall(r"```python\n(.*?)```", text, re.S)
     diffs = re.findall(r"```diff\n(.*?)```", text, re.S)
     assert len(diffs) == 5
+    said = subprocess.run([sys.executable, "-c", in_a_cell], capture_output=True, text=True)
+    assert "'rank 3 of 4'" in said.stdout, said.stderr
     for diff in diffs:
         script = changed(script, diff.splitlines())
     path = tmp_path / "train.py"
