@@ -298,7 +298,7 @@ def test_a_launch_that_no_time_was_left_for_is_told_who_took_it(tmp_path, monkey
     def gathered(attempts, limits=None, *of_a_company, seconds=None):
         if limits is None:
             return [Evidence({}, seconds=1.0)]  # This evidence is the solution's.
-        if of_a_company and attempts[0].number == "1.1":
+        if of_a_company and attempts[0].task.number == "1.1":
             return [Evidence({}, "not finished in time")]
         return []
 
