@@ -624,8 +624,8 @@ def train_torchs_ddp(backend, all_reduce):
 mine = launch(train_torchs_ddp, "ring", ring_all_reduce, world_size=K)
 theirs = launch(train_torchs_ddp, "gloo", ring_all_reduce, world_size=K)
 short = launch(train_torchs_ddp, "ring", one_step_short, world_size=K)
-assert all(sent == 2 * (K - 1) / K for _, sent in mine) and theirs[0][1] == 0
-print(f"sent by a rank through the ring's code in a step: {mine[0][1]:g} p over my ring, {theirs[0][1]:g} p over gloo")
+print("over my ring a rank sends 2 (K-1)/K p a step through its code:", all(sent == 2 * (K - 1) / K for _, sent in mine))
+print("over gloo it sends nothing through it:", all(sent == 0 for _, sent in theirs))
 print("my ring = gloo:", all(torch.allclose(w, theirs[0][0], atol=1e-6) for w, _ in mine))
 print("one step short, replicas are equal:", all(torch.equal(w, short[0][0]) for w, _ in short))
 
