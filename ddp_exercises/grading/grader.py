@@ -4,7 +4,7 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
 from itertools import zip_longest
@@ -196,20 +196,17 @@ def points_of(
         left = seconds
         if found:
             errors, left = run(assemble(pristine, cells, found), folder, seconds)
-        answers = {}
-        for number in pristine.points:
-            file = Path(folder, "answers", f"{number}.answers")
-            if file.exists():
-                answers[number] = file.read_bytes()
+        answers = handed_over(Path(folder, "answers"), pristine.points)
         found = {task: each for task, each in found.items() if each.places or task in answers}
         verdicts = judge.verdicts(answers, f"{folder}/work", left)
         judged = {}
         for number, worth in pristine.points.items():
             task = find(number)
             if number not in answers:
-                unanswered = trouble(number, pristine, cells)
-                error = error_of(number, found[number], errors) if number in found else unanswered
-                judged[number] = nothing(task, error)
+                if number in found:
+                    judged[number] = nothing(task, error_of(number, found[number], errors))
+                else:
+                    judged[number] = nothing(task, trouble(number, pristine, cells))
             # Verdicts come as they are known, not in the order of tasks.
             while number not in judged:
                 other, judged[other] = next(verdicts)
@@ -225,6 +222,12 @@ def points_of(
             results.append(result)
             progress(result)
     return results
+
+
+def handed_over(folder: Path, numbers: Iterable[str]) -> dict[str, bytes]:
+    """Return what the cells have handed over to the checks of these tasks."""
+    files = {number: folder / f"{number}.answers" for number in numbers}
+    return {number: file.read_bytes() for number, file in files.items() if file.exists()}
 
 
 def name_what_comes_first(result: TaskResult, before: Sequence[TaskResult], source: str) -> None:

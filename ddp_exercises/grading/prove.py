@@ -59,8 +59,8 @@ class Change(NamedTuple):
     words: str
 
 
-class Said(NamedTuple):
-    """What the check says of an answer with this change."""
+class Outcome(NamedTuple):
+    """The message of the check on an answer with this change."""
 
     message: str
     change: Change
@@ -109,7 +109,7 @@ def first_line(said: Verdict) -> str:
 
 def what_is_said(
     result: TaskResult, judge: Judge, chance: random.Random, seconds: float
-) -> dict[str, Said]:
+) -> dict[str, Outcome]:
     """Return what the check says of changes, by its words without numbers.
 
     Some changes of a right answer are tried under a submission's limits. Nothing is returned for an
@@ -126,8 +126,8 @@ def what_is_said(
     said = [first_line(each) for each in map(judge.compared, attempts, evidences)]
     if said[:1] != [RIGHT]:
         return {}
-    by_words: dict[str, Said] = {}
-    for each in map(Said, said[1:], changes):
+    by_words: dict[str, Outcome] = {}
+    for each in map(Outcome, said[1:], changes):
         by_words.setdefault(NUMBERS.sub("", each.message), each)
     return by_words
 

@@ -66,7 +66,7 @@ class Folded(Group):
     Its `table` knows the links between all ranks; the launch's own has two ranks.
     """
 
-    of_launch: Any = None  # the launch's own group, which this one takes the place of
+    of_launch: Any = None  # This one takes the place of the launch's own group.
 
     def begin(self, of_some_ranks: bool) -> None:
         """Raise an EmulationError for a group of some ranks."""

@@ -88,7 +88,7 @@ def test_four_choices_are_told_whole_and_what_python_says_is_not_asked(monkeypat
     what_becomes_of_x = {RIGHT: "y", "your code raised TypeError": "8[x]", long: "v"}
     said = {}
     for message, x in what_becomes_of_x.items():
-        said[message] = prove.Said(message, prove.Change("", f"x becomes {x}."))
+        said[message] = prove.Outcome(message, prove.Change("", f"x becomes {x}."))
     known = ["first 3", "first 4", long]
     monkeypatch.setattr(prove, "what_is_said", lambda *_: said)
     monkeypatch.setattr(prove, "said_of_known", lambda *_: known)
@@ -106,7 +106,7 @@ def test_the_right_letter_is_the_same_when_a_fault_is_told_in_other_words(monkey
     letters = {}
     for words in (["no chunk"], ["no chunk at all", "a late chunk", "an early chunk"]):
         change = prove.Change("", "x becomes y.")
-        said = {each: prove.Said(each, change) for each in words}
+        said = {each: prove.Outcome(each, change) for each in words}
         monkeypatch.setattr(prove, "what_is_said", lambda *_, said=said: said)
         for seed in range(40):
             _, letter = prove.question_about(right("4.1", MINE), Judge(seed), 100.0)
